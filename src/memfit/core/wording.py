@@ -18,6 +18,10 @@ VERDICTS = {
 }
 PHASES = {
     "load": "load the model",
+    "prefill": "read the prompts",
+    "decode": "sample answers",
+    "score": "score the answers",
+    "reference": "score by the reference",
     "first_step": "first step",
     "forward": "forward",
     "loss": "loss",
@@ -33,6 +37,7 @@ COLOURS = {
     "parameters": "#0072B2",
     "gradients": "#E69F00",
     "optimizer_state": "#009E73",
+    "kv_cache": "#A18CFF",
     "activations": "#CC79A7",
     "logits": "#D55E00",
     "temporary": "#56B4E9",

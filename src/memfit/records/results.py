@@ -356,6 +356,15 @@ class Measurement(Record, frozen=True, kw_only=True):
     spread: float = 0.0
 
 
+class Answer(Record, frozen=True, kw_only=True):
+    """One sampled answer, as the log of a run has it."""
+
+    step: int
+    prompt: str
+    completion: str
+    reward: float | None  # None: no function could judge it
+
+
 class Run(Record, frozen=True, kw_only=True):
     """What happened: counters, losses, environment."""
 
@@ -373,6 +382,8 @@ class Run(Record, frozen=True, kw_only=True):
     ranks: tuple[dict[str, int], ...] = ()  # of many: each one's `phases`; what is above is of the
     # one that is certified
     warnings: tuple[str, ...] = ()  # such as a measured peak above the certified one
+    rewards: tuple[tuple[int, float], ...] = ()  # (step, mean reward of the sampled answers)
+    answers: tuple[Answer, ...] = ()  # of the first rollout and of the last one
 
     def __repr__(self) -> str:
         """Steps, the last loss and the model in one line."""

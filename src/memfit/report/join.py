@@ -32,6 +32,7 @@ TIME = {
     "hfu": "fraction of peak",
 }
 WAITING = ("links", "pipeline")  # streams of a predicted step in which no rank computes
+SECONDS = "seconds."  # of the parts of an iteration that samples answers
 RANKS = 8  # that are shown: of more, those that held the most
 SAMPLE = "sample.txt"
 
@@ -246,3 +247,12 @@ def warnings_of(report: Report) -> tuple[str, ...]:
     """Return the report's warnings: refused seconds, then those of the run."""
     refused = (f"measured seconds are not shown: {report.refused}",) if report.refused else ()
     return refused + (report.run.warnings if report.run else ())
+
+
+def phase_seconds(run: Run) -> dict[str, Measurement]:
+    """Measured seconds of each part of an iteration, by its name; empty of other runs."""
+    return {
+        name.removeprefix(SECONDS): m
+        for name, m in run.measurements.items()
+        if name.startswith(SECONDS)
+    }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memfit.core.wording import short_name, show_error, show_value
 from memfit.records.results import Comparison, Report, Run
-from memfit.report.join import sections, warnings_of
+from memfit.report.join import SECONDS, phase_seconds, sections, warnings_of
 from memfit.screens.widgets.chart import draw_curve
 from memfit.screens.widgets.layout import (
     INDENT,
@@ -41,6 +41,7 @@ def show_report(console: Console, report: Report, *, commands: Sequence[str]) ->
         _show_rows(console, title, rows)
     bullets(console, "Mind", warnings_of(report))
     if report.run is not None:
+        _show_rewards(console, report.run)
         _show_losses(console, report.run)
         _show_environment(console, report.run)
     if report.sample:
@@ -76,22 +77,47 @@ def _show_rows(console: Console, title: str, rows: Sequence[Comparison]) -> None
 
 
 def _show_losses(console: Console, run: Run) -> None:
-    for title, points in (("Training loss", run.losses), ("Evaluation loss", run.evaluations)):
-        if not points:
-            continue
-        heading(console, f"{title}: {points[0][1]:.3f} -> {points[-1][1]:.3f}")
-        if len(points) < ENOUGH:
-            continue
-        width = console.width - 2 * INDENT
-        for line in draw_curve(points, width=width, ascii_only=console.ascii_only):
-            say(console, line, indent=INDENT)
+    training = () if run.rewards else run.losses  # a policy's loss says nothing of its progress
+    _show_curve(console, "Training loss", training)
+    _show_curve(console, "Evaluation loss", run.evaluations)
+
+
+def _show_curve(console: Console, title: str, points: Sequence[tuple[int, float]]) -> None:
+    if not points:
+        return
+    heading(console, f"{title}: {points[0][1]:.3f} -> {points[-1][1]:.3f}")
+    if len(points) < ENOUGH:
+        return
+    width = console.width - 2 * INDENT
+    for line in draw_curve(points, width=width, ascii_only=console.ascii_only):
+        say(console, line, indent=INDENT)
+
+
+def _show_rewards(console: Console, run: Run) -> None:
+    """The curve of rewards, seconds of each part of an iteration, and answers."""
+    _show_curve(console, "Reward", run.rewards)
+    parts = phase_seconds(run)
+    if parts:
+        heading(console, "Seconds of an iteration")
+        table = make_table("", "median", "share", numbers=("median", "share"))
+        whole = sum(m.value for m in parts.values())
+        for name, m in parts.items():
+            share = f"{m.value / whole:.0%}" if whole else ""
+            table.add_row(name, show_value(m.value, m.unit), share)
+        show(console, table)
+    if run.answers:
+        heading(console, "Sampled answers")
+        for answer in run.answers:
+            reward = "no reward" if answer.reward is None else f"reward {answer.reward:.3g}"
+            say(console, f"step {answer.step}, {reward}", style="dim", indent=INDENT)
+            say(console, f"{answer.prompt!r} -> {answer.completion!r}", indent=2 * INDENT)
 
 
 def _show_environment(console: Console, run: Run) -> None:
     other = {
         name: m
         for name, m in run.measurements.items()
-        if not name.startswith(("memory.peak", "memory.device", "time."))
+        if not name.startswith(("memory.peak", "memory.device", "time.", SECONDS))
     }
     if other:
         heading(console, "Also measured")

@@ -158,6 +158,12 @@ class RewardSettings(Record, frozen=True, kw_only=True):
         units.parse_bytes(self.memory)
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of the user's own functions."""
+        named = (f for f in self.funcs if f.partition(":")[0] not in REWARDS)
+        return tuple(f.rpartition(":")[0] for f in named)
+
+    @property
     def shares(self) -> tuple[float, ...]:
         """The weight of each function."""
         return self.weights or (1.0,) * len(self.funcs)

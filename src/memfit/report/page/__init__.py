@@ -15,7 +15,7 @@ from memfit.records import to_data
 from memfit.records.ledger import Ledger, Phase
 from memfit.records.request import Request
 from memfit.records.results import Memory, Report
-from memfit.report.join import peak_phase, warnings_of
+from memfit.report.join import peak_phase, phase_seconds, warnings_of
 from memfit.report.join import sections as compared
 from memfit.report.page.parts import (
     contents,
@@ -42,6 +42,7 @@ def render_page(report: Report, *, folder: str) -> str:
             _warnings(report),
             _memory(report),
             _instants(report),
+            _rewards(report),
             _losses(report),
             _comparisons(report),
             _considered(report),
@@ -79,10 +80,9 @@ def _header(report: Report) -> str:
         figures.append(_figure(units.show_bytes(peak), "measured peak"))
     if (rate := measured.get("time.tokens_per_second")) is not None:
         figures.append(_figure(f"{rate:,.0f}", "tokens a second"))
-    if run and run.losses:
-        figures.append(
-            _figure(f"{run.losses[0][1]:.3f} → {run.losses[-1][1]:.3f}", "training loss")
-        )
+    if run and (shown := run.rewards or run.losses):
+        what = "reward" if run.rewards else "training loss"
+        figures.append(_figure(f"{shown[0][1]:.3f} → {shown[-1][1]:.3f}", what))
     state = "not trained"
     if run is not None:
         state = f"{run.steps_done:,} steps, {'finished' if run.finished else 'not finished'}"
@@ -161,9 +161,31 @@ def _instants(report: Report) -> str:
     return section("Instants: the peak of each phase", f'<div class="two">{"".join(pieces)}</div>')
 
 
+def _rewards(report: Report) -> str:
+    """Of a run that samples answers: rewards, seconds of each part of an iteration, answers."""
+    run = report.run
+    if run is None or not run.rewards:
+        return ""
+    parts = phase_seconds(run)
+    seconds = [(text(name), text(show_value(m.value, m.unit))) for name, m in parts.items()]
+    answers = [
+        (
+            text(str(a.step)), f"<code>{text(a.prompt)}</code>",
+            f"<code>{text(a.completion)}</code>",
+            "none" if a.reward is None else text(f"{a.reward:.3g}"),
+        )
+        for a in run.answers
+    ]  # fmt: skip
+    drawn = section("Reward", curve(run.rewards, (), "reward"))
+    timed = table(["part", "median"], seconds, numbers=1, label="seconds of an iteration")
+    heads = ["step", "prompt", "answer", "reward"]
+    sampled = table(heads, answers, numbers=1, label="sampled answers")
+    return drawn + section("Seconds of an iteration", timed) + section("Sampled answers", sampled)
+
+
 def _losses(report: Report) -> str:
     run = report.run
-    if run is None:
+    if run is None or run.rewards:  # a policy's loss says nothing of its progress
         return ""
     held_out = ""
     if run.evaluations:

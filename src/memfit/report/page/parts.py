@@ -126,8 +126,8 @@ def phase_bars(peaks: Mapping[str, int], *, full: int, peak_phase: str) -> str:
     return f'<div class="bars thin">{"".join(rows)}</div>'
 
 
-def curve(training: Points, held_out: Points) -> str:
-    """The losses over the steps; the labels stand outside the drawing, so they never shrink."""
+def curve(training: Points, held_out: Points, what: str = "training loss") -> str:
+    """The losses, or rewards, over the steps; labels outside the drawing never shrink."""
     drawn = [[p for p in points if isfinite(p[1])] for points in (training, held_out)]
     known = [p for points in drawn for p in points]
     if len(known) < 2:
@@ -145,7 +145,7 @@ def curve(training: Points, held_out: Points) -> str:
 
     lines = line(drawn[0], "train") + (line(drawn[1], "held") if len(drawn[1]) > 1 else "")
     middle = (low + high) / 2
-    label = f"training loss from {drawn[0][0][1]:.3f} to {drawn[0][-1][1]:.3f}" if drawn[0] else ""
+    label = f"{what} from {drawn[0][0][1]:.3f} to {drawn[0][-1][1]:.3f}" if drawn[0] else ""
     return (
         f'<div class="curve"><div class="ys"><span>{high:.3g}</span><span>{middle:.3g}</span>'
         f'<span>{low:.3g}</span></div><svg viewBox="0 0 1000 300" preserveAspectRatio="none" '

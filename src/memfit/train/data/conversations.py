@@ -142,12 +142,25 @@ def _chat(talk: Dialogue, place: str, tokenizer: Tokenizer) -> tuple[str, list[t
 
 def texts_of(record: Mapping[str, Any], where: str) -> Iterator[str]:
     """The texts alone, of any format, to train a tokenizer on."""
+    others = ("completion", "chosen", "text", "messages", "conversations", "instruction")
+    if _has(record, "prompt") and not any(_has(record, name) for name in others):
+        yield from _texts_beside_prompt(record)
+        return
     pair = _has(record, "chosen", "rejected")
     for content in _pair(record, where) if pair else (_content(record, where, None),):
         if isinstance(content, Dialogue):
             yield from (m["content"] for m in content.messages)
         else:
             yield content.prompt + (content.answer or "")
+
+
+def _texts_beside_prompt(record: Mapping[str, Any]) -> Iterator[str]:
+    """A prompt's text or messages, and what else is text: answers are to be written in it."""
+    for value in record.values():
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            yield from (str(m["content"]) for m in value if isinstance(m, dict) and "content" in m)
 
 
 def _has(record: Mapping[str, Any], *names: str) -> bool:
@@ -171,7 +184,7 @@ def refuse_columns(where: str, names: Sequence[str]) -> NoReturn:
 def _content(record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Content:
     """What one record says."""
     if _has(record, "messages"):
-        return Dialogue(_messages(record["messages"], where, "messages"))
+        return Dialogue(read_messages(record["messages"], where, "messages"))
     if _has(record, "conversations"):
         return Dialogue(_sharegpt(record["conversations"], where))
     if _has(record, "instruction", "output"):
@@ -194,7 +207,7 @@ def _pair(record: Mapping[str, Any], where: str) -> tuple[Content, Content]:
                 "write prompt, chosen and rejected; only lists of messages can hold the prompt",
             )
         chosen, rejected = (
-            _messages(record[name], where, name) for name in ("chosen", "rejected")
+            read_messages(record[name], where, name) for name in ("chosen", "rejected")
         )  # fmt: skip
         alike = _count_alike(chosen, rejected)
         pair: tuple[Content, Content] = Dialogue(chosen, alike), Dialogue(rejected, alike)
@@ -217,8 +230,8 @@ def _answered(record: Mapping[str, Any], key: str, where: str) -> Content:
     """A prompt and the answer under `key`: two texts, or two lists of messages."""
     if isinstance(record["prompt"], str):
         return Written(_text(record, "prompt", where), _text(record, key, where))
-    prompt = _messages(record["prompt"], where, "prompt")
-    answer = _messages(record[key], where, key)
+    prompt = read_messages(record["prompt"], where, "prompt")
+    answer = read_messages(record[key], where, key)
     if answer[: len(prompt)] == prompt:  # some files repeat the prompt in each answer
         answer = answer[len(prompt) :]
     return Dialogue([*prompt, *answer], len(prompt))
@@ -242,7 +255,7 @@ def _sharegpt(value: object, where: str) -> list[Message]:
         if not isinstance(turn, dict):
             _refuse(f"{where}: `{name}` is a {type(turn).__name__}, not an object")
         if "role" in turn and "content" in turn:  # OpenAI's keys under ShareGPT's name
-            return _messages(value, where, "conversations")
+            return read_messages(value, where, "conversations")
         speaker = turn.get("from")
         if not isinstance(speaker, str) or speaker.lower() not in ROLES:
             _refuse(
@@ -254,7 +267,8 @@ def _sharegpt(value: object, where: str) -> list[Message]:
     return found
 
 
-def _messages(value: object, where: str, key: str) -> list[Message]:
+def read_messages(value: object, where: str, key: str) -> list[Message]:
+    """A list of messages as OpenAI writes them; raises InvalidRequest, naming the field."""
     turns = _list(value, where, key, '[{"role": "user", "content": "Hi"}, …]')
     for index, turn in enumerate(turns):
         name = f"{key}[{index}]"

@@ -20,6 +20,7 @@ from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.families import read_model
 from memfit.families.capabilities.limits import choose_packing
+from memfit.objectives import find_objective
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request, find_weights
@@ -34,13 +35,21 @@ from memfit.train.data.tokenizer import (
     train_tokenizer,
 )
 from memfit.train.data.tokens import Corpus, read_corpus
+from memfit.train.rl.judging import check_rewards
+from memfit.train.rl.prompts import (
+    PromptRows,
+    Prompts,
+    bound_prompts,
+    count_steps,
+    read_prompts,
+)
 
 
 class Data(NamedTuple):
     """What a run reads."""
 
     tokenizer: Tokenizer
-    training: Corpus
+    training: Corpus | Prompts
     held_out: Corpus | None
 
 
@@ -63,6 +72,8 @@ def read_data(
     sources = find_sources(task.data, cache)
     tokenizer = find_tokenizer(request, reference, sources, cache)
     tokenizer.check_vocabulary(read_model(reference).architecture.vocab, reference.name)
+    if find_objective(task.objective).samples:
+        return Data(tokenizer, read_prompts(sources, tokenizer), None)
     training = read_corpus(sources, tokenizer, task.objective, cache, memory=memory)
     held_out = None
     if task.evaluation:
@@ -127,14 +138,24 @@ def find_lengths(
     if not task.data or task.steps is not None or task.tokens is not None:
         return request
     training = read_data(request, reference, cache, memory=memory).training
+    if isinstance(training, Prompts):
+        bounds = bound_prompts(
+            sequence_length, request.rollout.max_completion_length, request.generations
+        )
+        return _with_steps(
+            request, count_steps(training, bounds, request.global_batch, task.epochs or 1.0)
+        )
     packing = choose_packing(request, read_model(reference).architecture)
     rows, _ = build_rows(
         training, objective=task.objective, packing=packing, width=sequence_length,
         seed=request.seed, name=task.data,
     )  # fmt: skip
-    steps = rows.per_epoch * (task.epochs or 1.0) / request.global_batch
+    return _with_steps(request, rows.per_epoch * (task.epochs or 1.0) / request.global_batch)
+
+
+def _with_steps(request: Request, steps: float) -> Request:
     whole = max(1, math.ceil(steps - 1e-9))  # a rounding error is no step
-    return replace(request, task=replace(task, steps=whole, epochs=None))
+    return replace(request, task=replace(request.task, steps=whole, epochs=None))
 
 
 def find_bounds(
@@ -150,8 +171,11 @@ def find_bounds(
 
 def build_samplers(
     request: Request, recipe: Recipe, data: Data, rank: int = 0
-) -> tuple[Sampler, Sampler | None]:
-    """Training and evaluation batches of a recipe, as one rank reads them."""
+) -> tuple[Sampler | PromptRows, Sampler | None]:
+    """Training and evaluation batches of a recipe, as one rank reads them; or its prompts."""
+    if isinstance(data.training, Prompts):
+        check_rewards(recipe.reward)
+        return PromptRows(data.training, recipe, request.task.data), None
     training = build_sampler(data.training, recipe, request.task.data, rank)
     if data.held_out is None:
         return training, None

@@ -94,6 +94,14 @@ class Tokenizer:
         """The text of the ids, special tokens left out."""
         return str(self.wrapped.decode(list(ids), skip_special_tokens=True))
 
+    def ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The messages by the chat template, with the header of an answer to come.
+
+        Raises InvalidRequest: no chat template, messages that the template refuses.
+        """
+        self._check_template("use an instruction-tuned model's tokenizer, or prompts that are text")
+        return self._render([messages], prompt=True)[0]
+
     def chat(
         self, messages: Sequence[Mapping[str, Any]], first: int = 0
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -113,11 +121,9 @@ class Tokenizer:
         """Of each conversation what `chat` says of it; the template is called for all at once."""
         if not talks:
             return []
-        if not self.wrapped.chat_template:
-            raise InvalidRequest(
-                f"the tokenizer of `{self.source}` has no chat template for `messages`",
-                hint="use an instruction-tuned model's tokenizer, or `prompt` and `completion`",
-            )
+        self._check_template(
+            "use an instruction-tuned model's tokenizer, or `prompt` and `completion`"
+        )
         wholes = self._render([messages for messages, _ in talks], prompt=False)
         if GENERATION.search(self.wrapped.get_chat_template()):
             return list(zip(wholes, self._marked(talks, wholes), strict=True))
@@ -144,6 +150,12 @@ class Tokenizer:
                 )
             spans[at[0]].append((len(before), len(after)))
         return list(zip(wholes, spans, strict=True))
+
+    def _check_template(self, hint: str) -> None:
+        if not self.wrapped.chat_template:
+            raise InvalidRequest(
+                f"the tokenizer of `{self.source}` has no chat template for `messages`", hint=hint
+            )
 
     def _marked(self, talks: Sequence[Talk], wholes: list[str]) -> list[list[tuple[int, int]]]:
         """What the template's own marks say is generated, from each talk's first message on."""

@@ -30,6 +30,7 @@ from memfit.train.data.sampler import IGNORED, Micro, Rated
 from memfit.train.distributed.gloo import without_gloo
 from memfit.train.measure.cuda_allocator import set_allocator
 from memfit.train.measure.live import LiveBytes
+from memfit.train.measure.observer import Observer
 from memfit.train.measure.resident import INTERVAL, Resident, give_back_freed
 from memfit.train.model.weights import fill_weights
 from memfit.train.run.drift import Counters
@@ -56,6 +57,19 @@ class Unwatched:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
+
+
+class _Teller:
+    """Tells who counts tensors, and who keeps phases."""
+
+    def __init__(self, live: LiveBytes, enter: Enter) -> None:
+        self._live, self._enter = live, enter
+        self.register_batch, self.register_cache = live.register_batch, live.register_cache
+
+    def enter(self, phase: Phase) -> None:
+        """A phase begins."""
+        self._live.enter(phase)
+        self._enter(phase)
 
 
 class Meter:
@@ -134,6 +148,21 @@ class Meter:
             self._enter(Phase.FORWARD)
             return work(self._watch(live))
 
+    @contextmanager
+    def observing(self, built: Built) -> Iterator[Observer]:
+        """Count every tensor of an iteration after the first; what it yields hears of phases."""
+        with self._live() as live:
+            live.register_model(built.model)
+            live.register_optimizer(built.optimizer)
+            live.enter(Phase.PREFILL)
+            live.restart()
+            self._enter(Phase.PREFILL)
+            yield _Teller(live, self._enter)
+
+    def marking(self) -> Observer:
+        """The observer of an iteration whose tensors nobody counts: see `mark`."""
+        return _Teller(cast(LiveBytes, Unwatched()), self._enter)
+
     def rehearse(
         self, recipe: Recipe, micros: Sequence[Micro], held_out: Sequence[Micro] = ()
     ) -> nn.Module:
@@ -146,18 +175,35 @@ class Meter:
         generators are put back: what follows cannot know that this has been. It is what a
         certificate traces, step by step, so that the two can be compared to the byte.
         """
-        model = self._rehearse(recipe, micros, held_out)
+        count = shown_micro_batches(recipe, REHEARSED)
+        repeated = [[micro] * count for micro in micros]
+
+        def work(built: Built, live: LiveBytes) -> None:
+            watch = self._watch(live)
+            watch.enter(Phase.FIRST_STEP)
+            first = watch._replace(enter=lambda _: watch.enter(Phase.FIRST_STEP))
+            run_step(built, repeated[0], first)
+            for step_micros in repeated:
+                run_step(built, step_micros, watch)
+            self._rehearse_evaluation(built, held_out or micros[:1], watch)
+
+        return self._rehearse(recipe, work)
+
+    def rehearse_iterations(
+        self, recipe: Recipe, run: Callable[[Built, Observer], None]
+    ) -> nn.Module:
+        """As `rehearse`, of iterations of reinforcement learning, which `run` runs."""
+        return self._rehearse(recipe, lambda built, live: run(built, _Teller(live, self._enter)))
+
+    def _rehearse(self, recipe: Recipe, work: Callable[[Built, LiveBytes], None]) -> nn.Module:
+        model = self._build_and_run(recipe, work)
         gc.collect()  # an optimizer and its hooks are a cycle, which would keep its states
         if self._cuda:
             self._enter(self._phase)
             torch.cuda.empty_cache()
         return model
 
-    def _rehearse(
-        self, recipe: Recipe, micros: Sequence[Micro], held_out: Sequence[Micro]
-    ) -> nn.Module:
-        count = shown_micro_batches(recipe, REHEARSED)
-        repeated = [[micro] * count for micro in micros]
+    def _build_and_run(self, recipe: Recipe, work: Callable[[Built, LiveBytes], None]) -> nn.Module:
         gpus = [self.device] if self._cuda else []
         with torch.random.fork_rng(devices=gpus), self._live() as live:
             self._enter(Phase.LOAD)
@@ -168,13 +214,7 @@ class Meter:
             live.register_model(model)
             built = Built(recipe, model, build_optimizer(recipe, model))
             live.register_optimizer(built.optimizer)
-            watch = self._watch(live)
-            watch.enter(Phase.FIRST_STEP)
-            first = watch._replace(enter=lambda _: watch.enter(Phase.FIRST_STEP))
-            run_step(built, repeated[0], first)
-            for step_micros in repeated:
-                run_step(built, step_micros, watch)
-            self._rehearse_evaluation(built, held_out or micros[:1], watch)
+            work(built, live)
             del built
         return model
 
@@ -394,6 +434,11 @@ def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
 
     Raises InvalidRequest when this machine has no such device.
     """
+    if recipe.samples:
+        raise InvalidRequest(
+            f"`objective: {recipe.objective}`: steps on random tokens say nothing of rollouts",
+            hint="`memfit train` measures each of its iterations",
+        )
     place = start_device(recipe, device)
     recipe = replace(recipe, weights="random")
     if place.type == "cuda":

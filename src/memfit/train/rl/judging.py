@@ -15,7 +15,7 @@ from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.records.reinforcement import RewardSettings
 from memfit.train.rl.advantages import sum_rewards
-from memfit.train.rl.rewards.process import Judged, RewardProcess
+from memfit.train.rl.rewards.process import Judged, RewardProcess, check_readable
 
 
 class Judge(Protocol):
@@ -53,6 +53,22 @@ class Verdict(NamedTuple):
     failures: Counter[str]  # answers that a function gave no reward for its own failure, by kind
 
 
+def check_named(settings: RewardSettings) -> None:
+    """Raise InvalidRequest where nobody judges."""
+    if not settings.funcs:
+        raise InvalidRequest(
+            "`reward.funcs` is empty: nobody judges the answers",
+            hint="use `reward.funcs: [number]`, or `FILE.py:NAME`",
+        )
+
+
+def check_rewards(settings: RewardSettings) -> None:
+    """Raise InvalidRequest where nobody judges, or a named file is not there."""
+    check_named(settings)
+    for spec in settings.funcs:
+        check_readable(spec)
+
+
 class Judges:
     """The functions of `reward.funcs`, each in its own process. A context manager.
 
@@ -61,11 +77,7 @@ class Judges:
     """
 
     def __init__(self, settings: RewardSettings, start: Start = RewardProcess) -> None:
-        if not settings.funcs:
-            raise InvalidRequest(
-                "`reward.funcs` is empty: nobody judges the answers",
-                hint="use `reward.funcs: [number]`, or `FILE.py:NAME`",
-            )
+        check_named(settings)
         self._weights = torch.tensor(settings.shares)
         memory = units.parse_bytes(settings.memory)
         self._stack = ExitStack()
@@ -73,6 +85,12 @@ class Judges:
             self._stack.enter_context(start(spec, seconds=settings.timeout, memory=memory))
             for spec in settings.funcs
         ]
+
+    def ready(self) -> None:
+        """Start all processes, so that a function that cannot be loaded is known at once."""
+        for judge in self._judges:
+            if isinstance(judge, RewardProcess):
+                judge.ready()
 
     def __enter__(self) -> Judges:
         return self

@@ -127,14 +127,22 @@ def _sample_and_judge(
     for name in prompts[0].columns:
         if name != COLUMN_OF_PROMPTS:
             columns[name] = [p.columns.get(name) for p in prompts]
+    questions = [p.columns[COLUMN_OF_PROMPTS] for p in prompts]
     verdict = sampling.judges.judge(
-        [p.columns[COLUMN_OF_PROMPTS] for p in prompts],
-        texts,
+        questions,
+        [_answer(prompt, text) for prompt, text in zip(questions, texts, strict=True)],
         [c.ids for c in completions],
         columns,
     )
     judged = time.perf_counter()
     return prompts, completions, texts, verdict, sampled - start, judged - sampled
+
+
+def _answer(prompt: Any, text: str) -> Any:
+    """An answer as TRL's reward functions have it: to messages a message, to a text a text."""
+    if isinstance(prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
 
 
 def _without_end(ids: Ids, end: int | None) -> Ids:

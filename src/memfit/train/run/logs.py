@@ -22,6 +22,11 @@ OPTIONAL = (
     "evaluation_reward_accuracy", "evaluation_reward_margin", "loss_unrounded", "loss_rounded",
     "communication_seconds", "exposed_communication_seconds",
 )  # fmt: skip
+OR_NULL = (  # of steps that sample answers: a number, or null where nobody knows
+    "reward", "reward_std", "unjudged", "length", "longest", "truncated", "even_groups", "kl",
+    "clipped_low", "clipped_high", "entropy", "rollout_seconds", "rollout_tokens_per_second",
+    "reward_seconds", "score_seconds", "update_seconds", "update_tokens_per_second",
+)  # fmt: skip
 MOST_HOLES = 5  # named of a log that has many
 
 
@@ -131,6 +136,7 @@ def _read_row(line: bytes) -> dict[str, Any] | None:
     numbers = [row.get(key) for key in NUMBERS]
     whole = isinstance(row.get("watched"), bool) and _is_count(row.get("tokens"))
     optional = [row[key] for key in OPTIONAL if key in row]
+    optional += [row[key] for key in OR_NULL if row.get(key) is not None]
     return row if whole and all(map(_is_number, [*numbers, *optional])) else None
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ from memfit.train.measure.resident import Resident, give_back_freed
 from memfit.train.model.qat import unrounded
 from memfit.train.model.quantised import count_outliers
 from memfit.train.model.weights import fill_weights
+from memfit.train.rl.online import digest_rewards, learning_of, take_iteration
+from memfit.train.rl.rehearsal import rehearse
 from memfit.train.run.certified import find_excess, find_other_version
 from memfit.train.run.guard import Interrupts, explained_out_of_memory, locked
 from memfit.train.run.logs import Log
@@ -80,6 +82,7 @@ from memfit.train.step.step import StepResult, evaluate
 __all__ = ["Cadence", "Progress", "train"]
 
 UNTOUCHED = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)  # weights and states
+ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.SCORE, Phase.REFERENCE)
 
 
 def train(
@@ -123,6 +126,7 @@ def train(
         locked(folder) if first else nullcontext(),
         Interrupts() as interrupts,
         counted or nullcontext(),
+        ExitStack() as opened,
     ):
         lost: list[str] = []
         before = _read_before(folder, recipe, lost.append)
@@ -137,6 +141,7 @@ def train(
         held_out_bounds = held_out.bounds_once() if held_out else None
         if certificate is not None and not override:
             _check_holds(find_excess(recipe, certificate, bounds, held_out_bounds))
+        learning = opened.enter_context(learning_of(recipe, training, data.tokenizer))
         session = Session(
             recipe=recipe,
             folder=folder,
@@ -153,15 +158,25 @@ def train(
             cadence=cadence or Cadence(),
             certificate=certificate,
             interrupts=interrupts,
+            learning=learning,
+            rewards_digest=digest_rewards(recipe.reward),
             warnings=list(before.warnings) if before else [],
         )
-        for text in (*lost, *ranks.notes):
+        for text in (*lost, *ranks.notes, *_find_other_rewards(session, before)):
             session.warn(text)
         _warn_of_verdict(session)
         for note in training.notes:
             session.progress.note(note)
         with explained_loss():
             return _run(session, predicted_seconds, tensorboard=tensorboard)
+
+
+def _find_other_rewards(session: Session, before: Run | None) -> Iterator[str]:
+    """Goes on with reward functions that are no longer those that the run began with."""
+    then = before.environment.get("rewards", "") if before else ""
+    if then and then != session.rewards_digest:
+        files = ", ".join(session.recipe.reward.files)
+        yield f"`{files}` changed since this run began: answers are judged otherwise from here on"
 
 
 def _check_certificate(certificate: Certificate) -> None:
@@ -270,12 +285,17 @@ def _diagnosis(session: Session, built: Built | None, where: str) -> Callable[[s
 def _rescue(session: Session, built: Built, log: Log) -> Path | None:
     """Save where the step that failed began, if it has changed nothing yet."""
     alone = session.ranks.size == 1  # the others do not know that this one fails
-    if alone and session.done and session.meter.phase in UNTOUCHED:
+    if alone and session.done and session.meter.phase in _untouched(session.recipe):
         built.optimizer.zero_grad(set_to_none=True)
         session.meter.failed = None
         with suppress(RunFailed, RuntimeError, MemoryError):
             _save(session, built, log, session.done)
     return _newest(session)
+
+
+def _untouched(recipe: Recipe) -> tuple[Phase, ...]:
+    """Phases in which a step that fails has changed nothing: a rollout's second update has."""
+    return ROLLOUT if recipe.policy.num_iterations > 1 else (*ROLLOUT, *UNTOUCHED)
 
 
 def _newest(session: Session) -> Path | None:
@@ -297,11 +317,14 @@ def _prepare(session: Session) -> tuple[Built, int]:
         return [synthetic_micro(recipe, vocab, shape) for shape in shapes]
 
     held_out = session.held_out_bounds
-    model = meter.rehearse(
-        recipe,
-        make(bounding_shapes(recipe, session.bounds)),
-        make(evaluation_shapes(recipe, held_out)) if held_out else (),
-    )
+    if session.learning is not None:
+        model = meter.rehearse_iterations(recipe, rehearse)
+    else:
+        model = meter.rehearse(
+            recipe,
+            make(bounding_shapes(recipe, session.bounds)),
+            make(evaluation_shapes(recipe, held_out)) if held_out else (),
+        )
     session.compare()
     meter.watch_load(model, lambda: fill_weights(model, recipe))
     built = Built(recipe, model, build_optimizer(recipe, model))
@@ -343,6 +366,8 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
             memory=session.meter.peak,
             evaluation_loss=row.get("evaluation_loss"),
             reward_accuracy=row.get("reward_accuracy"),
+            reward=row.get("reward"),
+            length=row.get("length"),
             skipped=session.skipped,
         )
     )
@@ -352,12 +377,14 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
 
 def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
     """Run step `index` and return its line of the log."""
+    if session.learning is not None:
+        return take_iteration(session, session.learning, built, index)
     recipe = session.recipe
     rate = learning_rate(recipe.optimizer, index, recipe.steps)
     for group in built.optimizer.param_groups:
         group["lr"] = rate
     torch.manual_seed(_seed_of(recipe, index, session.ranks.rank // recipe.parallel.tp))
-    micros = session.training.sample(index)
+    micros = session.sampler.sample(index)
     own = session.gather(count_targets(recipe, micros), count_beside(recipe, micros))
     counts = int(sum(targets for targets, _ in own)), int(sum(beside for _, beside in own))
     watched = session.meter.device.type == "cpu" and (

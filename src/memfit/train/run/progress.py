@@ -36,6 +36,8 @@ class Moment(NamedTuple):
     evaluation_loss: float | None
     skipped: int = 0  # steps so far that a loss scale made skip
     reward_accuracy: float | None = None  # share of the step's pairs that are put right
+    reward: float | None = None  # mean of the sampled answers
+    length: float | None = None  # of these, mean tokens
 
 
 class Progress(Protocol):
@@ -167,7 +169,10 @@ def live_lines(facts: Facts, moment: Moment, recent: list[float], width: int) ->
 
 def describe(moment: Moment) -> str:
     """Loss, learning rate and speed."""
-    line = f"loss {moment.loss:.4f}"
+    line = f"loss {round(moment.loss, 4) + 0.0:.4f}"  # a policy's may be just below 0
+    if moment.length is not None:
+        reward = "unknown" if moment.reward is None else f"{moment.reward:.3f}"
+        line = f"reward {reward}  length {moment.length:.1f}  {line}"
     if moment.evaluation_loss is not None:
         line += f"  held-out {moment.evaluation_loss:.4f}"
     if moment.reward_accuracy is not None:

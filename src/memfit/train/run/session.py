@@ -25,11 +25,14 @@ from memfit.train.data.sampler import Sampler
 from memfit.train.distributed.ranks import Ranks
 from memfit.train.distributed.stragglers import Waiting
 from memfit.train.measure.counters import Meter, time_measurements
+from memfit.train.rl.learn import Learning
+from memfit.train.rl.prompts import PromptRows
 from memfit.train.run.drift import Watcher
 from memfit.train.run.guard import Interrupts
 from memfit.train.run.logs import read_log
 from memfit.train.run.machine import describe_environment
 from memfit.train.run.progress import Progress
+from memfit.train.run.rollout_figures import measure_rollouts, show_answers
 
 WATCHED_FIRST = 3  # steps
 EXPOSED = "exposed_communication_seconds"  # in a step's line of the log
@@ -60,7 +63,7 @@ class Session:
     recipe: Recipe
     folder: Path
     data: Data
-    training: Sampler
+    training: Sampler | PromptRows
     bounds: RowBounds
     held_out: Sampler | None
     held_out_bounds: RowBounds | None
@@ -69,10 +72,12 @@ class Session:
     cadence: Cadence
     certificate: Certificate | None
     interrupts: Interrupts
+    learning: Learning | None = None  # of objectives that sample answers
     ranks: Ranks = field(default_factory=Ranks)
     saver: Saver | None = None  # of many ranks
     skipped: int = 0  # steps of this process whose fp16 gradients were not finite
     warnings: list[str] = field(default_factory=list)
+    rewards_digest: str = ""  # of the user's own reward functions
     log_digest: str = ""  # of log.jsonl up to `done`, as the checkpoint there says
     done: int = 0  # steps whose result is complete
     begun: int = 0  # of these, those before this start
@@ -88,6 +93,12 @@ class Session:
             every=self.cadence.watch_every,
             groups=self.recipe.parallel.pp,
         )
+
+    @property
+    def sampler(self) -> Sampler:
+        """The batches of an objective that samples no answers."""
+        assert isinstance(self.training, Sampler)
+        return self.training
 
     @property
     def home(self) -> Path:
@@ -182,6 +193,8 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
     unit = "nats/pair" if session.recipe.prefers else "nats/token"
     if session.recipe.rates:
         unit = "of an answer"
+    if session.recipe.samples:
+        unit = "policy loss"
     evaluated = [r for r in rows if "evaluation_loss" in r]
     held_out = _describe_held_out(session, evaluated[-1]) if evaluated else ""
     if rows:
@@ -191,6 +204,7 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         measured = _measured(evaluations[-1][1], unit, held_out)
         found["loss.evaluation"] = replace(measured, spread=error)
     found |= _measure_rewards(rows, held_out)
+    found |= measure_rollouts(rows, plain)
     if rows and "loss_rounded" in rows[0] and evaluations:
         kind = session.recipe.qat
         for name, value, when in (
@@ -213,8 +227,11 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         environment={
             **describe_environment(session.meter.device),
             "data": session.data.training.digest,
+            **({"rewards": session.rewards_digest} if session.rewards_digest else {}),
         },
         warnings=tuple(session.warnings),
+        rewards=tuple((r["step"], r["reward"]) for r in rows if r.get("reward") is not None),
+        answers=show_answers(rows),
     )
     if session.ranks.size > 1:
         run = _with_others(session, run)

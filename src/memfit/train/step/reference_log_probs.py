@@ -41,7 +41,7 @@ def give_reference(session: Session, built: Built) -> None:
     if found is None:
         found = session.meter.watch(built, Phase.EVALUATE, lambda: _compute_all(session, built))
         _write(session, found)
-    session.training.reference = found["training"]
+    session.sampler.reference = found["training"]
     if session.held_out is not None:
         session.held_out.reference = found["held_out"]
 
@@ -49,7 +49,7 @@ def give_reference(session: Session, built: Built) -> None:
 def _compute_all(session: Session, built: Built) -> dict[str, Array]:
     recipe, held_out = session.recipe, session.held_out
     session.progress.note("computing the reference's log-probabilities, once for the run")
-    found = {"training": _compute(session, built, session.training, recipe.steps)}
+    found = {"training": _compute(session, built, session.sampler, recipe.steps)}
     if held_out is not None:
         found["held_out"] = _compute(session, built, held_out, None)
     return found

@@ -165,6 +165,18 @@ def read_texts(sources: Sources) -> Iterator[str]:
                 yield from texts_of(record, place)
 
 
+def read_rows(sources: Sources) -> Records:
+    """Where each record stands, and the record with all its columns; a text file is refused."""
+    for source in sources.files:
+        for item in SPLITTERS[source.kind](source):
+            if isinstance(item, Text):
+                raise InvalidRequest(
+                    f"`{item.path}` is text, which does not say where a prompt ends",
+                    hint='use JSONL, one `{"prompt": …}` a line',
+                )
+            yield from item.records()
+
+
 def _words(path: Path) -> Iterator[str]:
     """A text in pieces that end between a letter and a space, where two words always part."""
     with path.open(encoding="utf-8", errors="strict") as file:
@@ -257,7 +269,12 @@ SPLITTERS = {"text": _text, "jsonl": _jsonl, "parquet": _parquet, "csv": _csv}
 
 
 def _find_columns(path: Path, held: list[str]) -> list[str]:
-    """The columns of a table that say something; InvalidRequest where none does."""
+    """The columns of a table that say something; InvalidRequest where none does.
+
+    Beside a prompt alone all do: reward functions read them.
+    """
+    if "prompt" in held and not {"completion", "chosen"} & {*held}:
+        return held
     names = [name for name in held if name in KEYS]
     if not names:
         refuse_columns(f"`{path}`", held)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.system.processes import name_parent
 from memfit.core.units import show_bytes
+from memfit.records.reinforcement import check_spec
 from memfit.train.rl.rewards.functions import BUILT_IN
 
 START_SECONDS = 60.0  # for the imports of a user's file
@@ -56,7 +57,7 @@ class RewardProcess:
     """
 
     def __init__(self, spec: str, *, seconds: float, memory: int) -> None:
-        check_spec(spec)
+        check_readable(spec)
         self.spec = spec
         self._seconds = seconds
         self._memory = memory
@@ -72,6 +73,10 @@ class RewardProcess:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         self.stop()
+
+    def ready(self) -> None:
+        """Start the process; raises InvalidRequest where the function cannot be loaded."""
+        self._start()
 
     def judge(
         self,
@@ -230,18 +235,11 @@ class RewardProcess:
             raise _Failed("timeout", f"no answer within {self._seconds:g} s")
 
 
-def check_spec(spec: str) -> None:
+def check_readable(spec: str) -> None:
     """Raise InvalidRequest where a reward names neither what ships nor a file that is there."""
-    if spec.partition(":")[0] in BUILT_IN:
-        return
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not name:
-        raise InvalidRequest(
-            f"`reward.funcs: {spec}` is no reward that ships ({', '.join(BUILT_IN)}) and no"
-            " function of a file",
-            hint="write `FILE.py:NAME` for a function of your own",
-        )
-    if not Path(path).is_file():
+    check_spec(spec)
+    path, _, _ = spec.rpartition(":")
+    if spec.partition(":")[0] not in BUILT_IN and not Path(path).is_file():
         raise InvalidRequest(
             f"`reward.funcs: {spec}`: there is no file `{path}`",
             hint="the path is looked up from where memfit runs",

@@ -1,0 +1,107 @@
+"""Iterations as steps of a run: from its recipe and data, to lines of its log."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from memfit.core.errors import RunFailed
+from memfit.records.recipe import Recipe
+from memfit.records.reinforcement import RewardSettings
+from memfit.train.data.tokenizer import Tokenizer
+from memfit.train.measure.observer import NOBODY, Observer
+from memfit.train.rl.judging import Judges
+from memfit.train.rl.learn import Learning, Summary, iterate
+from memfit.train.rl.prompts import PromptRows
+from memfit.train.rl.rollout import Sampling
+from memfit.train.rl.sampling import sample_in_slots
+from memfit.train.run.session import WATCHED_FIRST, Session
+from memfit.train.step.build import Built
+from memfit.train.step.schedule import learning_rate
+
+
+@contextmanager
+def learning_of(recipe: Recipe, rows: object, tokenizer: Tokenizer) -> Iterator[Learning | None]:
+    """What a recipe's iterations are made with; None of one that samples nothing.
+
+    Raises InvalidRequest: a reward function that cannot be loaded.
+    """
+    if not isinstance(rows, PromptRows):
+        yield None
+        return
+    assert recipe.objective in ("grpo", "rloo")
+    with Judges(recipe.reward) as judges:
+        judges.ready()
+        sampling = Sampling(
+            recipe.rollout, rows.prompts, recipe.global_batch // recipe.rollout.num_generations,
+            judges, tokenizer.decode, _observed(NOBODY), tokenizer.end, recipe.seed,
+        )  # fmt: skip
+        yield Learning(recipe.objective, recipe.policy, sampling)
+
+
+def digest_rewards(settings: RewardSettings) -> str:
+    """Of the content of the user's own reward functions; "" where there are none."""
+    paths = [Path(path) for path in settings.files]
+    if not paths:
+        return ""
+    facts = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    return hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
+
+
+def take_iteration(
+    session: Session, learning: Learning, built: Built, index: int
+) -> dict[str, Any]:
+    """Run iteration `index` and return its line of the log."""
+    recipe, meter = session.recipe, session.meter
+    rate = learning_rate(recipe.optimizer, index, recipe.steps)
+    for group in built.optimizer.param_groups:
+        group["lr"] = rate
+    watched = meter.device.type == "cpu" and (
+        index < WATCHED_FIRST or index % session.cadence.watch_every == 0
+    )
+    start = time.perf_counter()
+    if watched or session.watcher.wants_names:
+        with meter.observing(built) as observer:
+            summary = iterate(built, _watched(learning, observer), index, observer=observer)
+    else:
+        meter.failed = None
+        observer = meter.marking()
+        summary = iterate(built, _watched(learning, observer), index, observer=observer)
+    session.done = index + 1
+    _check_finite(summary, index + 1)
+    seconds = time.perf_counter() - start
+    session.compare()
+    figures = {k: v if math.isfinite(v) else None for k, v in summary.figures.items()}
+    return {
+        "step": index + 1, "learning_rate": rate, **figures,
+        "rewards": list(summary.rewards_by_function), "reward_failures": summary.failures,
+        "samples": list(summary.samples), "tokens": summary.update_tokens, "seconds": seconds,
+        "tokens_per_second": summary.update_tokens / seconds,
+        "memory_peak_allocated": meter.peak or None, "watched": watched,
+    }  # fmt: skip
+
+
+def _observed(observer: Observer) -> Any:
+    return partial(sample_in_slots, observer=observer)
+
+
+def _watched(learning: Learning, observer: Observer) -> Learning:
+    sampling = replace(learning.sampling, sample=_observed(observer))
+    return replace(learning, sampling=sampling)
+
+
+def _check_finite(summary: Summary, step: int) -> None:
+    for name in ("loss", "grad_norm"):
+        value = summary.figures.get(name, 0.0)
+        if not math.isfinite(value):
+            raise RunFailed(
+                f"the {name.replace('_', ' ')} of step {step} is {value}",
+                hint="lower `optimizer.learning_rate`, or use `precision: fp32`",
+            )

@@ -1,0 +1,118 @@
+"""The data of a run that samples answers: prompts, and what reward functions read beside them.
+
+A record has a `prompt`, a text or a list of messages, and any further columns. A text is read as it
+stands, after the tokenizer's start of text; messages by its chat template, with the header of the
+answer that is to come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from memfit.core.errors import InvalidRequest
+from memfit.records.recipe import Recipe
+from memfit.records.reinforcement import Rollout
+from memfit.records.shapes import RowBounds, bounds_of
+from memfit.train.data.conversations import read_messages
+from memfit.train.data.readers import Sources
+from memfit.train.data.shards import read_rows
+from memfit.train.data.tokenizer import Tokenizer
+from memfit.train.rl.rollout import COLUMN_OF_PROMPTS, Prompt, keep_short
+
+FORMAT = 1  # part of the digest: another way to tokenise is other data
+OURS = ("prompts", "completions", "completion_ids", "max_completion_length")  # names of arguments
+
+
+class Prompts(NamedTuple):
+    """All prompts of the data in their order."""
+
+    prompts: tuple[Prompt, ...]
+    digest: str  # names the files' content and the tokenizer
+    notes: tuple[str, ...]  # what was passed over, for the user to read
+
+
+class PromptRows:
+    """The prompts that a run's rollouts draw from."""
+
+    def __init__(self, prompts: Prompts, recipe: Recipe, name: str) -> None:
+        """name: how the data is called in messages. Raises InvalidRequest where none is left."""
+        short, long = keep_short(prompts.prompts, recipe.rollout)
+        self.prompts, self.notes = tuple(short), prompts.notes
+        self._recipe = recipe
+        if long:
+            most = recipe.rollout.max_prompt_length
+            self.notes += (f"{long} prompts of `{name}` longer than {most} tokens are left out",)
+        groups = recipe.global_batch // recipe.rollout.num_generations
+        if len(short) < groups:
+            raise InvalidRequest(
+                f"`{name}` has {len(short)} prompts of at most {recipe.rollout.max_prompt_length}"
+                f" tokens, and a rollout takes {groups}: `task.global_batch:"
+                f" {recipe.global_batch}` over `rollout.num_generations:"
+                f" {recipe.rollout.num_generations}`",
+                hint="use a smaller `task.global_batch` or a longer `rollout.max_prompt_length`",
+            )
+
+    def bounds(self) -> RowBounds:
+        """What no row exceeds, whatever is sampled."""
+        return bounds_of(self._recipe)
+
+
+def read_prompts(sources: Sources, tokenizer: Tokenizer) -> Prompts:
+    """The prompts of the data.
+
+    Raises InvalidRequest, naming file and line: no `prompt`, a wrong type, messages without a chat
+    template, a column by a name that stands for something else in reward functions.
+    """
+    facts = [FORMAT, "prompts", tokenizer.fingerprint]
+    facts += [part for s in sources.files for part in (s.kind, s.sha256)]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    found = (_read(record, place, tokenizer) for place, record in read_rows(sources))
+    return Prompts(tuple(found), digest, sources.notes)
+
+
+def count_steps(prompts: Prompts, rollout: Rollout, global_batch: int, epochs: float) -> float:
+    """Iterations in which each prompt is answered as often as epochs say."""
+    short, _ = keep_short(prompts.prompts, rollout)
+    return len(short) * epochs * rollout.num_generations / global_batch
+
+
+def bound_prompts(width: int, completion: int, generations: int) -> Rollout:
+    """The bounds of rollouts whose rows have this width."""
+    return replace(
+        Rollout(), max_prompt_length=width - completion, max_completion_length=completion,
+        num_generations=generations,
+    )  # fmt: skip
+
+
+def _read(record: Mapping[str, Any], place: str, tokenizer: Tokenizer) -> Prompt:
+    prompt = record.get(COLUMN_OF_PROMPTS)
+    if prompt is None:
+        raise InvalidRequest(
+            f"{place} has no `prompt`: it holds {', '.join(record) or 'nothing'}",
+            hint="write one JSON object a line with `prompt`, a text or a list of messages, and the"
+            " columns that reward functions read",
+        )
+    for name in OURS:
+        if name in record:
+            raise InvalidRequest(
+                f"{place} has a column `{name}`, which is an argument of every reward function",
+                hint="give the column another name",
+            )
+    if isinstance(prompt, str):
+        return Prompt([*tokenizer.start, *tokenizer.encode(prompt)], record)
+    messages = read_messages(prompt, place, COLUMN_OF_PROMPTS)
+    if messages[-1]["role"] == "assistant":
+        raise InvalidRequest(
+            f"{place}: the last message of `prompt` is an assistant's, and answers are sampled",
+            hint="leave it out, or keep it in a column of its own",
+        )
+    try:
+        text = tokenizer.ask(messages)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{place}: {error.message}", hint=error.hint) from None
+    return Prompt(tokenizer.encode(text), {**record, COLUMN_OF_PROMPTS: messages})

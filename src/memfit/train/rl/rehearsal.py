@@ -1,0 +1,118 @@
+"""Iterations before the first one: prompts and answers as long as they may be, all slots in use.
+
+Where memory runs out at all, it does here, before a run has learned anything. Nobody needs to know
+what is sampled: decoding goes from one shape of its steps to the next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from memfit.records.ledger import Phase
+from memfit.records.recipe import Recipe
+from memfit.records.reinforcement import Rollout
+from memfit.train.generation.sampling import NewTokens
+from memfit.train.generation.settings import Completion
+from memfit.train.measure.observer import Observer
+from memfit.train.rl.judging import Judges
+from memfit.train.rl.learn import Learning, cut_all, iterate
+from memfit.train.rl.rewards.process import Judged
+from memfit.train.rl.rollout import Prompt, Sampling
+from memfit.train.rl.rows import Ids
+from memfit.train.rl.sampling import sample_in_slots
+from memfit.train.step.build import Built
+
+TIMES = 2  # the first iteration makes the optimizer's states
+WAVES = 2  # of answers: at the second, slots are filled anew; later ones are alike
+MICRO_BATCHES = 2  # the second holds what the first one left; later ones are alike
+DURING_ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.SCORE, Phase.REFERENCE)
+
+
+def rehearse(built: Built, observer: Observer) -> None:
+    """Run iterations that hold as much as any of the run's."""
+    recipe = built.recipe
+    for index in range(TIMES):
+        watching = observer if index else _First(observer)
+        iterate(built, _longest(recipe, watching), index, observer=watching, cut=cut_few)
+
+
+def cut_few(rows: int, each: int) -> Sequence[slice]:
+    """The first micro-batches."""
+    return cut_all(rows, each)[:MICRO_BATCHES]
+
+
+def _longest(recipe: Recipe, observer: Observer) -> Learning:
+    rollout = recipe.rollout
+    groups = recipe.global_batch // rollout.num_generations
+    prompts = [Prompt([0] * rollout.max_prompt_length, {"prompt": ""})] * groups
+    sampling = Sampling(
+        rollout, prompts, groups, Judges(recipe.reward, start=_Constant), lambda _: "",
+        partial(_sample_few, observer=observer), None, recipe.seed,
+    )  # fmt: skip
+    assert recipe.objective in ("grpo", "rloo")
+    return Learning(recipe.objective, recipe.policy, sampling)
+
+
+def _sample_few(
+    built: Built, prompts: Sequence[Ids], rollout: Rollout, end: int | None, seed: int,
+    *, observer: Observer,
+) -> list[Completion]:  # fmt: skip
+    """`sample_in_slots` of two waves of answers, which stand for all."""
+    group, answers = rollout.num_generations, len(prompts)
+    shown = min(-(-WAVES * (rollout.rows or answers) // group) * group, answers)
+    made = sample_in_slots(
+        built, prompts[:shown], rollout, end, seed, observer=observer, read=_go_on
+    )
+    return (made * -(-answers // shown))[:answers]
+
+
+def _go_on(tokens: Tensor, chosen: Tensor, most: int) -> list[NewTokens]:
+    """Every row goes on until a step's shapes change."""
+    del chosen
+    return [([0] * most, [0.0] * most) for _ in range(len(tokens))]
+
+
+class _First:
+    """The first iteration's observer: its update is one phase as a whole."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self.register_batch = observer.register_batch
+        self.register_cache = observer.register_cache
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase of the rollout, or the update."""
+        self._observer.enter(phase if phase in DURING_ROLLOUT else Phase.FIRST_STEP)
+
+
+class _Constant:
+    """A judge to whom all answers are alike."""
+
+    def __init__(self, spec: str, *, seconds: float, memory: int) -> None:
+        del spec, seconds, memory
+
+    def __enter__(self) -> _Constant:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        pass
+
+    def judge(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Any],
+    ) -> Judged:
+        """1 each."""
+        del completions, completion_ids, columns
+        return Judged((1.0,) * len(prompts), Counter())

@@ -1,0 +1,86 @@
+"""What run.json says of a run that samples answers, from the lines of its log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean, median
+from typing import Any
+
+from memfit.records.results import Answer, Measurement
+
+Rows = Sequence[dict[str, Any]]
+LATE = 10  # the last reward is a mean over a tenth of the run, and this many steps at most
+SHOWN = 300  # characters of a prompt and of an answer
+PHASES = ("rollout", "reward", "score", "update")
+MEANS = {  # figures of the last steps: unit, and what they are of
+    "length": ("tokens", "of an answer"),
+    "truncated": ("of answers", "that reached their limit"),
+    "unjudged": ("of answers", "without a reward"),
+    "even_groups": ("of groups", "whose answers have all the same reward"),
+    "kl": ("nats/token", "from the reference"),
+    "entropy": ("nats/token", "of the policy, when updated"),
+    "clipped_low": ("of ratios", "below the lower bound"),
+    "clipped_high": ("of ratios", "above the upper bound"),
+}
+
+
+def measure_rollouts(rows: Rows, plain: Rows) -> dict[str, Measurement]:
+    """Rewards, answers and each phase's seconds; nothing where no answers were sampled.
+
+    plain: the lines of steps whose tensors nobody counted.
+    """
+    if not rows or "rollout_seconds" not in rows[-1]:
+        return {}
+    late = rows[-min(LATE, -(-len(rows) // LATE)) :]
+    found: dict[str, Measurement] = {}
+    for name, some, counter in (
+        ("first", rows[:1], "the first rollout's answers"),
+        ("final", late, f"answers of the last {len(late)} rollouts"),
+    ):
+        if known := [r["reward"] for r in some if r.get("reward") is not None]:
+            found[f"reward.{name}"] = _measured(mean(known), "reward", counter, len(known))
+    for name, (unit, what) in MEANS.items():
+        if known := [r[name] for r in late if r.get(name) is not None]:
+            counter = f"{what}; mean of the last {len(known)} rollouts"
+            found[f"rollout.{name}"] = _measured(mean(known), unit, counter, len(known))
+    for phase in PHASES:
+        seconds = [r[f"{phase}_seconds"] for r in plain]
+        counter = f"perf_counter; median of {len(seconds)} unwatched steps"
+        found[f"seconds.{phase}"] = _measured(median(seconds), "s", counter, len(seconds))
+    for phase in ("rollout", "update"):
+        rates = [r[f"{phase}_tokens_per_second"] for r in plain]
+        counter = "sampled tokens" if phase == "rollout" else "tokens of prompts and answers"
+        found[f"rate.{phase}"] = _measured(median(rates), "tokens/s", counter, len(rates))
+    failures = sum(sum(r["reward_failures"].values()) for r in rows)
+    if failures:
+        counter = "answers that a reward function failed on, of all steps"
+        found["reward.failures"] = _measured(float(failures), "answers", counter)
+    return found
+
+
+def show_answers(rows: Rows) -> tuple[Answer, ...]:
+    """Those that the log has of the first rollout and of the last one."""
+    some = [rows[0], rows[-1]] if len(rows) > 1 else rows
+    return tuple(
+        Answer(
+            step=row["step"], prompt=_text_of(sample["prompt"]),
+            completion=_cut(sample["completion"]), reward=sample["reward"],
+        )
+        for row in some
+        for sample in row.get("samples", ())
+    )  # fmt: skip
+
+
+def _text_of(prompt: object) -> str:
+    """A prompt's text; of messages, the last one's."""
+    if isinstance(prompt, list) and prompt:
+        return _cut(str(prompt[-1].get("content", "")))
+    return _cut(str(prompt))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+
+
+def _measured(value: float, unit: str, counter: str, n: int = 1) -> Measurement:
+    return Measurement(value=value, unit=unit, counter=counter, n=n)

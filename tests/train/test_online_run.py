@@ -1,0 +1,314 @@
+"""Whole runs that sample answers: the log, what is refused, stopping, and learning."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+import torch
+from msgspec.structs import replace
+from tiny_rollouts import LORA, REWARDS, ROLLOUT, recipe_of, run, write_data
+from tiny_runs import CONFIG
+from transformers import AutoTokenizer
+
+from memfit import api
+from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.records import from_data
+from memfit.records.reinforcement import REWARDS as SHIPPED
+from memfit.records.reinforcement import Policy, RewardSettings
+from memfit.records.request import Request
+from memfit.train.data.prepare import find_lengths
+from memfit.train.data.readers import find_sources
+from memfit.train.data.tokenizer import read_tokenizer, train_tokenizer
+from memfit.train.rl.prompts import PromptRows, read_prompts
+from memfit.train.rl.rewards.functions import BUILT_IN
+from memfit.train.run.generate import generate
+from memfit.train.run.logs import read_log
+from memfit.train.run.progress import Moment, Silent, describe
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("online")
+    return root, write_data(root / "data"), root / "cache"
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """A run that nobody disturbs, by its objective."""
+    root, file, cache = place
+    found = {}
+
+    def make(objective="grpo", **changes):
+        key = objective, str(changes)
+        if key not in found:
+            folder = root / f"whole{len(found)}"
+            recipe = recipe_of(root / "data", objective, **changes)
+            found[key] = recipe, folder, run(recipe, file, folder, cache)
+        return found[key]
+
+    return make
+
+
+def without_times(rows):
+    """Lines of a log without what a clock, or who looked, says."""
+    timed = re.compile(r"seconds|per_second|watched|memory_peak")
+    return [{k: v for k, v in row.items() if not timed.search(k)} for row in rows]
+
+
+def weights_of(folder):
+    (file,) = (folder / "model").glob("*model.safetensors")
+    return file.read_bytes()
+
+
+def test_the_log_has_what_a_policy_is_watched_by(whole):
+    recipe, folder, made = whole(**LORA, policy=Policy(beta=0.1, num_iterations=2))
+    rows = read_log(folder)
+    assert [row["step"] for row in rows] == list(range(1, recipe.steps + 1))
+    figures = {
+        "reward", "reward_std", "kl", "length", "truncated", "clipped_low", "clipped_high",
+        "entropy", "grad_norm", "rollout_tokens_per_second", "update_tokens_per_second",
+        "rollout_seconds", "reward_seconds", "score_seconds", "update_seconds",
+    }  # fmt: skip
+    assert all(figures <= set(row) for row in rows)
+    assert all(row["seconds"] > row["rollout_seconds"] + row["update_seconds"] for row in rows)
+    first = rows[0]
+    by_function = first["rewards"]
+    assert first["reward"] == pytest.approx(by_function[0] + 0.5 * by_function[1], abs=1e-5)
+    assert {s["prompt"] for row in rows for s in row["samples"]} <= {f"Say {n}:" for n in range(24)}
+    assert made.rewards == tuple((row["step"], row["reward"]) for row in rows)
+    assert {a.step for a in made.answers} == {1, recipe.steps}
+    assert made.measurements["seconds.rollout"].value > 0
+    assert made.measurements["reward.first"].value == pytest.approx(first["reward"])
+    assert {"prefill", "decode", "score", "reference", "backward"} <= set(made.phases)
+
+
+def test_a_finished_run_speaks_and_transformers_reads_it(whole, place):
+    _, folder, _ = whole()
+    assert isinstance(generate(folder, "Say 3:", max_new_tokens=3), str)
+    assert AutoTokenizer.from_pretrained(folder / "model").eos_token
+
+
+def test_the_reports_show_rewards_seconds_and_answers(place, tmp_path):
+    root, file, _ = place
+    request = from_data(asked(root, file, steps=4), Request, source="here")
+    folder = tmp_path / "run"
+    api.train(request, folder, override=True)
+    report = api.write_report(folder)
+    page = (folder / "report.html").read_text()
+    for text in ("Reward", "Seconds of an iteration", "Sampled answers", "Say "):
+        assert text in page
+    assert "<h2>Loss" not in page
+    assert report.run.rewards
+    from rich.console import Console
+
+    from memfit.screens.report import show_report
+
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    show_report(console, report, commands=())
+    shown = console.export_text()
+    for text in ("Reward: ", "Seconds of an iteration", "Sampled answers", "'Say "):
+        assert text in shown
+    assert "Training loss" not in shown
+
+
+def asked(root, file, **task):
+    """A request's data."""
+    return {
+        "model": CONFIG, "method": "full", "precision": "fp32", "hardware": {"device": "cpu"},
+        "task": {"objective": "grpo", "data": str(file), "global_batch": 16, **task},
+        "rollout": {"num_generations": 4, "max_prompt_length": 12, "max_completion_length": 6},
+        "reward": {"funcs": [f"{root / 'data' / 'rewards.py'}:digits"]},
+    }  # fmt: skip
+
+
+class _Stop(Silent):
+    """Asks the run to stop, as a batch system would, after a step."""
+
+    def __init__(self, step):
+        self._step = step
+
+    def show(self, moment):
+        if moment.step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes"),
+    [
+        ("grpo", {}),
+        ("grpo", {**LORA, "policy": Policy(beta=0.1, num_iterations=2)}),
+        ("rloo", {**LORA, "policy": Policy(beta=0.05)}),
+    ],
+)
+def test_a_run_that_was_stopped_twice_is_the_same_to_the_bit(
+    whole, place, tmp_path, objective, changes
+):
+    _, file, cache = place
+    recipe, folder, made = whole(objective, **changes)
+    cut = tmp_path / "cut"
+    for step in (3, 6):
+        with pytest.raises(RunFailed, match=f"interrupted after step {step}"):
+            run(recipe, file, cut, cache, progress=_Stop(step))
+    again = run(recipe, file, cut, cache)
+    assert weights_of(cut) == weights_of(folder)
+    assert without_times(read_log(cut)) == without_times(read_log(folder))
+    assert again.rewards == made.rewards
+
+
+def test_other_reward_functions_half_way_are_said(place, tmp_path):
+    _, _, cache = place
+    file = write_data(tmp_path / "data")
+    recipe = recipe_of(tmp_path / "data", steps=3)
+    with pytest.raises(RunFailed, match="interrupted"):
+        run(recipe, file, tmp_path / "run", cache, progress=_Stop(1))
+    (tmp_path / "data" / "rewards.py").write_text(REWARDS + "\n# changed\n")
+    made = run(recipe, file, tmp_path / "run", cache)
+    assert any("changed since this run began" in w for w in made.warnings)
+
+
+def test_another_set_of_prompts_is_refused(place, tmp_path):
+    root, file, cache = place
+    recipe = recipe_of(root / "data", steps=3)
+    with pytest.raises(RunFailed, match="interrupted"):
+        run(recipe, file, tmp_path, cache, progress=_Stop(1))
+    with pytest.raises(InvalidRequest, match="data"):
+        run(recipe, write_data(tmp_path / "other", 20), tmp_path, cache)
+
+
+REFUSED = {
+    "nobody judges": ({"reward": RewardSettings()}, "nobody judges the answers"),
+    "no such file": ({"reward": RewardSettings(funcs=("no.py:f",))}, "there is no file `no.py`"),
+    "too few prompts": (
+        {"rollout": replace(ROLLOUT, max_prompt_length=1), "sequence_length": 7},
+        "has 0 prompts of at most 1 tokens, and a rollout takes 4",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_run_is_refused_before_a_byte_is_written(place, tmp_path, changes, said):
+    root, file, cache = place
+    with pytest.raises(InvalidRequest, match=re.escape(said)):
+        run(recipe_of(root / "data", **changes), file, tmp_path / "run", cache)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_reward_that_cannot_be_loaded_is_refused_before_the_first_rollout(place, tmp_path):
+    root, file, cache = place
+    reward = RewardSettings(funcs=(f"{root / 'data' / 'rewards.py'}:nobody",))
+    with pytest.raises(InvalidRequest, match="has no function `nobody`"):
+        run(recipe_of(root / "data", reward=reward), file, tmp_path / "run", cache)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_epochs_are_rollouts_of_all_prompts(place):
+    root, file, _ = place
+    data = asked(root, file, epochs=2)
+    request = from_data(data, Request, source="here")
+    reference = api.plan(request, levers=False).recipe.model
+    # 24 prompts, twice, 4 a rollout
+    assert find_lengths(request, reference, 18).task.steps == 12
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["<user>Say 3\n<assistant>3 done"], 300, folder)
+    return folder
+
+
+def read(tmp_path, tokenizer, *records):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    return read_prompts(find_sources(str(file)), tokenizer)
+
+
+def test_messages_are_rendered_by_the_chat_template_with_the_answer_s_header(tmp_path, tokenizer):
+    """transformers' own rendering is the oracle."""
+    mine = read_tokenizer(str(tokenizer))
+    mine.wrapped.chat_template = TEMPLATE
+    messages = [{"role": "user", "content": "Say 3"}]
+    found = read(tmp_path, mine, {"prompt": messages, "answer": 3}, {"prompt": "Say 3"})
+    expected = mine.wrapped.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert found.prompts[0].ids == list(expected)
+    assert found.prompts[0].columns == {"prompt": messages, "answer": 3}
+    assert mine.decode(found.prompts[1].ids) == "Say 3"
+
+
+BAD = {
+    "no prompt": ({"question": "Hi"}, "line 1 has no `prompt`: it holds question"),
+    "an argument's name": ({"prompt": "Hi", "completions": "x"}, "an argument of every reward"),
+    "an answer's turn": (
+        {"prompt": [{"role": "assistant", "content": "Hi"}]}, "is an assistant's"
+    ),
+    "no template": ({"prompt": [{"role": "user", "content": "Hi"}]}, "has no chat template"),
+    "no message": ({"prompt": []}, "`prompt` is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "said"), BAD.values(), ids=BAD)
+def test_a_record_that_is_no_prompt_is_named_with_its_line(tmp_path, tokenizer, record, said):
+    mine = read_tokenizer(str(tokenizer))
+    mine.wrapped.chat_template = None if "no chat template" in said else TEMPLATE
+    with pytest.raises(InvalidRequest, match=re.escape(said)):
+        read(tmp_path, mine, record)
+
+
+def test_a_table_gives_all_its_columns(tmp_path, tokenizer):
+    import pyarrow
+    import pyarrow.parquet
+
+    mine = read_tokenizer(str(tokenizer))
+    rows = [{"prompt": "Say 3", "truth": 3}, {"prompt": "Say 4", "truth": 4}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    (tmp_path / "p.csv").write_text("prompt,truth\nSay 3,3\nSay 4,4\n")
+    tables = [read_prompts(find_sources(str(tmp_path / n)), mine) for n in ("p.parquet", "p.csv")]
+    assert [p.columns for p in tables[0].prompts] == rows
+    assert [p.columns["truth"] for p in tables[1].prompts] == ["3", "4"]
+    (tmp_path / "p.txt").write_text("Say 3")
+    with pytest.raises(InvalidRequest, match="does not say where a prompt ends"):
+        read_prompts(find_sources(str(tmp_path / "p.txt")), mine)
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer, place):
+    mine = read_tokenizer(str(tokenizer))
+    found = read(tmp_path, mine, *[{"prompt": "x" * n} for n in (3, 4, 5, 6, 200)])
+    rows = PromptRows(found, recipe_of(place[0] / "data"), "mine.jsonl")
+    assert len(rows.prompts) == 4
+    assert rows.notes == ("1 prompts of `mine.jsonl` longer than 12 tokens are left out",)
+
+
+def test_the_rewards_that_ship_are_those_that_a_request_may_name():
+    assert set(BUILT_IN) == set(SHIPPED)
+
+
+def test_a_line_of_the_screen_has_reward_and_length():
+    moment = Moment(3, -1e-9, 1e-5, 1.0, 100.0, 0, None, reward=0.25, length=7.5)
+    assert describe(moment).startswith("reward 0.250  length 7.5  loss 0.0000")
+    assert "reward unknown" in describe(moment._replace(reward=None))
+
+
+@pytest.mark.slow
+def test_digits_are_learned_through_the_ordinary_workflow(place, tmp_path):
+    """From the reward of random weights to most of what there is, through plan, train and report.
+
+    A random token is a digit one time in thirty.
+    """
+    root, file, _ = place
+    data = asked(root, file, steps=40) | {
+        "optimizer": {"learning_rate": 3e-3, "schedule": "constant", "beta2": 0.99},
+    }
+    data["task"]["global_batch"] = 96
+    data["rollout"] = {
+        "num_generations": 8, "max_prompt_length": 12, "max_completion_length": 4,
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    made = api.train(from_data(data, Request, source="here"), tmp_path / "run", override=True)
+    assert made.measurements["reward.first"].value < 0.2
+    assert made.measurements["reward.final"].value > 0.8
