@@ -168,7 +168,7 @@ def test_a_function_that_raises_on_every_answer_stops_the_run(ask):
         ("leaving.py:size", "SystemExit"),
         ("absent.py:size", "there is no file `absent.py`"),
         ("numbers:x", "no reward that ships .number, regex, format, length."),
-        ("regex:", "without a pattern"),
+        ("regex:", "has no pattern"),
         ("regex:(", "unterminated|missing"),
     ],
 )
