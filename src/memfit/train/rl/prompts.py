@@ -20,7 +20,7 @@ from memfit.records.reinforcement import Rollout
 from memfit.records.shapes import RowBounds, bounds_of
 from memfit.train.data.conversations import read_messages
 from memfit.train.data.readers import Sources
-from memfit.train.data.shards import read_rows
+from memfit.train.data.shards.split import read_rows
 from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.rl.rollout import COLUMN_OF_PROMPTS, Prompt, keep_short
 
