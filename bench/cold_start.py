@@ -3,7 +3,8 @@
 All run in turns as whole processes, so that whatever else the machine does slows all of them; the
 ratios are of medians, of wall time and of the CPU seconds of the process and its children.
 `--no-cache` certifies anew; the command without it finds the certificate that its first run, which
-is not counted, has left in a cache of this script's own. Writes bench/results/cold_start.json.
+is not counted, has left in a cache of this script's own. A plan is found in the same way; `anew` is
+the same command with MEMFIT_NO_CACHE set. Writes bench/results/cold_start.json.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ import memfit
 HERE = Path(__file__).resolve().parent
 PASS, TORCH = "python -c pass", 'python -c "import torch"'
 MEMFIT = ("-m", "memfit")
+ANEW = ", anew"  # without the cache
 PLAN = "plan llama-3.1-8b --device h100-sxm"
 QUICK = {
     PASS: ["-c", "pass"],
     'python -c "import memfit"': ["-c", "import memfit"],
     "memfit --version": [*MEMFIT, "--version"],
-    f"memfit {PLAN}": [*MEMFIT, *PLAN.split()],
+    f"memfit {PLAN}{ANEW}": [*MEMFIT, *PLAN.split()],
+    f"memfit {PLAN.replace('h100-sxm', 't4')}, which does not fit{ANEW}": [
+        *MEMFIT, *PLAN.replace("h100-sxm", "t4").split(),
+    ],
+    f"memfit {PLAN}, from the cache": [*MEMFIT, *PLAN.split()],
     "memfit devices": [*MEMFIT, "devices"],
-}
+}  # fmt: skip
 CERTIFIED = {
     TORCH: ["-c", "import torch"],
     "memfit certify llama-3.1-8b --no-cache": [*MEMFIT, "certify", "llama-3.1-8b", "--no-cache"],
@@ -48,13 +54,14 @@ ENVIRONMENT = {
 }
 
 
-def timed(arguments: list[str], cache: str) -> tuple[float, float]:
+def timed(name: str, arguments: list[str], cache: str) -> tuple[float, float]:
     """Seconds of wall time, and of CPU with all children."""
+    anew = {"MEMFIT_NO_CACHE": "1"} if name.endswith(ANEW) else {}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, *arguments], check=False, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, env={**ENVIRONMENT, "MEMFIT_CACHE": cache},
+        stderr=subprocess.DEVNULL, env={**ENVIRONMENT, "MEMFIT_CACHE": cache, **anew},
     )  # fmt: skip
     wall = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -65,12 +72,12 @@ def timed(arguments: list[str], cache: str) -> tuple[float, float]:
 
 def measure(commands: dict[str, list[str]], runs: int, cache: str) -> dict[str, dict[str, float]]:
     """Medians of each command, and its ratios to the first one."""
-    for arguments in commands.values():
-        timed(arguments, cache)  # byte code is compiled and files are cached
+    for name, arguments in commands.items():
+        timed(name, arguments, cache)  # byte code is compiled and files are cached
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for _ in range(runs):
         for name, arguments in commands.items():
-            taken[name].append(timed(arguments, cache))
+            taken[name].append(timed(name, arguments, cache))
     base = [median(times) for times in zip(*taken[next(iter(commands))], strict=True)]
     rows = {}
     for name, both in taken.items():

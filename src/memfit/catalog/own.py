@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.own_folder import own_folder
 from memfit.core.system.reading import read_text
 from memfit.records import write_atomically
 
@@ -29,9 +29,7 @@ Tables = dict[str, dict[str, Any]]
 
 def own_file(name: str) -> Path:
     """Where the user's file of this name is, or would be."""
-    home = os.environ.get("XDG_CONFIG_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path("~/.config").expanduser()
-    return base / "memfit" / name
+    return own_folder() / name
 
 
 def stamp(name: str) -> tuple[str, int, int]:

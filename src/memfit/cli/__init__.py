@@ -1,5 +1,34 @@
 """The command line: parse, call `memfit.api`, print. Data to stdout, everything else to stderr."""
 
-from memfit.cli.app import main
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from memfit.core.system.streams import open_closed_streams
+
+CACHED = ("plan",)  # verbs whose answers are cached, see `typed_before`
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run one command line and leave with its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    keeps = arguments is None and words[:1] and words[0] in CACHED
+    if keeps:
+        from memfit.cli.typed_before import run_typed
+
+        open_closed_streams()
+        code = run_typed(words)
+        if code is not None:
+            sys.exit(code)
+    from memfit.cli.app import run_words
+
+    code = run_words(words)
+    if keeps:
+        from memfit.cli.typed_before import keep_typed
+
+        keep_typed(code)
+    sys.exit(code)
+
 
 __all__ = ["main"]

@@ -9,11 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from itertools import takewhile
-from typing import NoReturn
 
 import click
 
@@ -138,10 +136,10 @@ def app(ctx: click.Context) -> None:
         show_welcome(__version__)
 
 
-def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run one command line and leave with its exit code."""
+def run_words(words: list[str]) -> int:
+    """Run one command line; returns its exit code."""
     open_closed_streams()
-    sys.exit(run(lambda: app.main(arguments, prog_name="memfit", standalone_mode=False)))
+    return run(lambda: app.main(words, prog_name="memfit", standalone_mode=False))
 
 
 def run(work: Callable[[], object]) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 def hub_folder(name: str) -> Path:
     """The folder of a hub id in the hub's cache; it is there where any of its files ever was."""
+    sys.audit("memfit.hub_folder", name)  # what follows depends on files that no key knows of
     return _cache() / f"models--{name.replace('/', '--')}"
 
 
