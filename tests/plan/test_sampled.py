@@ -10,9 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from memfit import api
-from memfit.catalog import find_device
-from memfit.certify import certify, in_this_process
-from memfit.core.errors import InvalidRequest, NotCertified
+from memfit.core.errors import InvalidRequest
 from memfit.plan.request.wording import restate
 from memfit.records import from_data, to_data
 from memfit.records.recipe import Preference
@@ -113,12 +111,6 @@ def test_what_fits_is_not_asked_yet():
     for question in (lambda r: api.solve("micro_batch", r), api.plan_fitting):
         with pytest.raises(InvalidRequest, match="memory of rollouts is not predicted yet"):
             question(ask())
-
-
-def test_no_certificate_is_made_of_what_is_not_traced():
-    recipe = plan(ask()).recipe
-    with in_this_process(), pytest.raises(NotCertified, match="rollouts are not traced yet"):
-        certify(recipe, find_device("h100-sxm"), None)
 
 
 def test_a_plan_is_a_request_again():

@@ -16,11 +16,12 @@ from memfit.allocator.settings import Settings, check_allocator, read_settings
 from memfit.base_formats import find_base_format
 from memfit.catalog.overheads import Overhead, find_outside
 from memfit.certify.evidence.recording import Recording, write_recording
+from memfit.certify.iterations import trace_iterations
 from memfit.certify.tracing.recorder import Trace
 from memfit.certify.tracing.trace_step import TRACED_MICRO_BATCHES, trace_generation, trace_step
 from memfit.certify.versions import NEWEST_TORCH, release
 from memfit.core import units
-from memfit.core.errors import InvalidRequest, NotCertified
+from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import installed_versions
 from memfit.families import read_model
 from memfit.parallelism.pipeline import shown_micro_batches
@@ -54,11 +55,6 @@ def make_certificate(
 ) -> Certificate:
     """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
     started = time.perf_counter()
-    if recipe.samples:
-        raise NotCertified(
-            f"`objective: {recipe.objective}`: rollouts are not traced yet",
-            hint="`memfit plan` shows an update's memory",
-        )
     base = find_base_format(recipe.base_format)
     rank, which = _choose_rank(recipe, device, rank)
     check_allocator(recipe.allocator, device)
@@ -68,6 +64,8 @@ def make_certificate(
     if tape is not None:
         write_recording(_record(trace, None if device.is_cpu else settings), tape)
     memory, phases, bounds = _judge_trace(trace, device, settings, usable, recipe.parallel)
+    if recipe.samples and not device.is_cpu and not settings.expandable_segments:
+        memory = _of_other_lengths(memory)
     generation, phases_later = None, dict[Phase, int]()
     if recipe.parallel.world == 1:
         later = trace_generation(recipe, device)
@@ -88,6 +86,17 @@ def make_certificate(
         held_out=held_out,
         host={str(phase): n for phase, n in trace.host.items()},
     )
+
+
+def _of_other_lengths(memory: Memory) -> Memory:
+    """Answers of lengths that the trace has not leave gaps between whole segments."""
+    if memory.verdict != "fits":
+        return memory
+    because = (
+        f"{memory.because}; answers of other lengths than those traced may leave more unused:"
+        " `allocator: expandable_segments:True` leaves little"
+    )
+    return replace(memory, verdict="at_risk", because=because)
 
 
 def _choose_rank(recipe: Recipe, device: Device, rank: int | None) -> tuple[int, tuple[str, ...]]:
@@ -126,6 +135,8 @@ def _trace_data(
     rank: int,
 ) -> Trace:
     """The instants of a run whose data stays within bounds, which the trace then states."""
+    if recipe.samples:
+        return trace_iterations(recipe, device)
     evaluation = evaluation_shapes(recipe, held_out) if held_out else ()
     if data is None:
         return trace_step(recipe, device, batches, evaluation=evaluation, rank=rank)

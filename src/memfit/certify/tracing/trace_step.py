@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
 from memfit.certify.tracing.fake_device import device_type, fake_device, set_while
+from memfit.certify.tracing.fast_fake import FastFakeMode
 from memfit.certify.tracing.outliers import outlier_bounds, outlier_rules
 from memfit.certify.tracing.recorder import Recorder, Trace
 from memfit.certify.tracing.runs import find_runs, with_runs
@@ -75,17 +76,17 @@ def trace_step(
     shapes = tuple(batches) if batches else worst_shapes(recipe)
     kind = device_type(device)
     recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
-    weights = _weights_of(recipe)
-    with _traced(recipe, device, recorder, rank):
+    weights = weights_of(recipe)
+    with traced(recipe, device, recorder, rank):
         repeated = shown_micro_batches(recipe, TRACED_MICRO_BATCHES)
         later = [shapes] * (steps - 1) + [(shape,) * repeated for shape in also]
         _run(recipe, kind, [shapes, *later], recorder, weights, evaluation or shapes[:1], rank)
-    bounds = _bounds(recipe, batches, shapes, kind, workspaces)
+    bounds = step_bounds(recipe, batches, shapes, kind, workspaces)
     if recipe.offload == "parameters":
         own = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
         nbytes = host_bytes(local_model(own, recipe.parallel, rank), recipe)
         bounds += (f"the host holds {show_bytes(nbytes)} of this rank's shards: not counted",)
-    return recorder.trace((*bounds, *_bounds_of_weights(recipe, kind, weights)))
+    return recorder.trace((*bounds, *bounds_of_weights(recipe, kind, weights)))
 
 
 def trace_generation(recipe: Recipe, device: Device, *, workspaces: bool = True) -> Trace:
@@ -96,16 +97,18 @@ def trace_generation(recipe: Recipe, device: Device, *, workspaces: bool = True)
     """
     kind = device_type(device)
     recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
-    weights = _weights_of(recipe)
-    with _traced(recipe, device, recorder):
+    weights = weights_of(recipe)
+    with traced(recipe, device, recorder):
         recorder.restart_in(Phase.GENERATE)
         _generate(recipe, kind, recorder, weights)
     length = f"a prompt and its continuation of {recipe.sequence_length} tokens together"
-    return recorder.trace((length, *_bounds_of_weights(recipe, kind, weights)))
+    return recorder.trace((length, *bounds_of_weights(recipe, kind, weights)))
 
 
 @contextmanager
-def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -> Iterator[None]:
+def traced(
+    recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0
+) -> Iterator[FastFakeMode]:
     """The trainer's code runs on fake tensors meanwhile, and the recorder sees it.
 
     First once on meta: what building imports must not be imported under FakeTensorMode, where a
@@ -126,7 +129,7 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -
         mode.allow_non_fake_inputs = recipe.parallel.world > 1  # shards are cut on meta
         stack.enter_context(recorder)
         try:
-            yield
+            yield mode
         except Error:
             raise
         except Exception as error:
@@ -187,18 +190,29 @@ def _run(
     evaluation: Sequence[BatchShape],
     rank: int,
 ) -> None:
+    built = load(recipe, kind, recorder, weights)
+    recorder.enter(Phase.FIRST_STEP)
+    waits = recipe.offload == "activations"  # in host memory
+    with recorder.watch_host(Phase.LOSS) if waits else nullcontext():
+        _step(built, kind, steps, recorder)
+    _evaluate(built, kind, evaluation, recorder)
+    save(built, kind, recorder, rank)
+
+
+def load(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeights | None) -> Built:
+    """Build and fill the model as training does."""
     model = build_model(recipe, kind)
     recorder.register_model(model)
     with recorder.watch_host(Phase.LOAD):
         fill_weights(model, recipe, weights)
     optimizer = build_optimizer(recipe, model)
     recorder.register_optimizer(optimizer)
-    built = Built(recipe, model, optimizer)
-    recorder.enter(Phase.FIRST_STEP)
-    waits = recipe.offload == "activations"  # in host memory
-    with recorder.watch_host(Phase.LOSS) if waits else nullcontext():
-        _step(built, kind, steps, recorder)
-    _evaluate(built, kind, evaluation, recorder)
+    return Built(recipe, model, optimizer)
+
+
+def save(built: Built, kind: str, recorder: Recorder, rank: int = 0) -> None:
+    """Make a checkpoint's tensors ready to write, and those of the model folder."""
+    recipe = built.recipe
     recorder.enter(Phase.SAVE)
     parameters, states, _ = checkpoint_tensors(built)
     with recorder.watch_host(Phase.SAVE):
@@ -246,7 +260,7 @@ def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeigh
         del logits, new
 
 
-def _weights_of(recipe: Recipe) -> EmptyWeights | None:
+def weights_of(recipe: Recipe) -> EmptyWeights | None:
     """What `fill_weights` reads, without values; made before anything is fake: it opens files."""
     if recipe.weights == "random":
         return None
@@ -330,7 +344,7 @@ def _compiled(recipe: Recipe) -> tuple[str, ...]:
     return find_optimizer(recipe.optimizer).cuda_only
 
 
-def _bounds_of_weights(recipe: Recipe, kind: str, weights: EmptyWeights | None) -> tuple[str, ...]:
+def bounds_of_weights(recipe: Recipe, kind: str, weights: EmptyWeights | None) -> tuple[str, ...]:
     """Of loading: on a CPU a tensor of the file is alive beside the parameter that it fills."""
     if weights is None or weights.known or kind != "cpu":
         return ()
@@ -338,7 +352,7 @@ def _bounds_of_weights(recipe: Recipe, kind: str, weights: EmptyWeights | None) 
     return (f"the files of `{source}` are not here: their tensors are taken as fp32",)
 
 
-def _bounds(
+def step_bounds(
     recipe: Recipe,
     batches: Sequence[BatchShape] | None,
     shapes: Sequence[BatchShape],

@@ -12,7 +12,7 @@ from memfit.core.errors import InvalidRequest, did_you_mean
 from memfit.records import Record
 
 WIDTHS = 8  # that rows of an update may have
-REACHES = 32  # that a decoding step may attend to
+REACHES = 16  # that a decoding step may attend to
 
 Online = Literal["grpo", "rloo"]  # objectives whose answers are sampled while training
 ScaleRewards = Literal["group", "batch", "none"]

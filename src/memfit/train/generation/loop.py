@@ -258,14 +258,14 @@ class _Loop:
         return 0 if step == 1 else min(-(-tokens // step) * step, self.slots.tokens)
 
     def _alike(self) -> int:
-        """Tokens that rows may go on by until a step has other shapes, or a row ends."""
-        held = max(row.length for row in self.rows) + 1  # of the longest, its newest token included
-        most = [(self._columns(held + 1) or held + 1) - held]
+        """Tokens that rows may go on by until a step has other shapes, or ends a row."""
+        tokens = max(row.length for row in self.rows) + 1  # of the longest, its newest included
+        most = [(self._columns(tokens + 1) or tokens + 1) - tokens]
         for row in self.rows:
-            most.append(row.limit - len(row.ids))
+            most.append(row.limit - len(row.ids) - 1)
             if self.positions:
-                most.append(self.positions - row.length - 1)
-        return min(most)
+                most.append(self.positions - row.length - 2)
+        return max(min(most), 1)
 
     def _take(self, logits: Tensor, places: list[int], most: int = 1) -> None:
         """Sample a token for the rows at these places, and let go of those that end with it.

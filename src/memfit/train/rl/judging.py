@@ -78,7 +78,7 @@ class Judges:
 
     def __init__(self, settings: RewardSettings, start: Start = RewardProcess) -> None:
         check_named(settings)
-        self._weights = torch.tensor(settings.shares)
+        self._weights = settings.shares
         memory = units.parse_bytes(settings.memory)
         self._stack = ExitStack()
         self._judges = [
@@ -116,4 +116,4 @@ class Judges:
             failures += found.failures
             rows.append([torch.nan if r is None else r for r in found.rewards])
         by_function = torch.tensor(rows, dtype=torch.float32).T
-        return Verdict(sum_rewards(by_function, self._weights), by_function, failures)
+        return Verdict(sum_rewards(by_function, torch.tensor(self._weights)), by_function, failures)

@@ -1,0 +1,166 @@
+"""Iterations of reinforcement learning hold on this CPU what a trace says they hold."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from tiny_steps import CONFIGS, CPU, H100, make_recipe
+
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.certify.iterations import (
+    Constant,
+    First,
+    trace_iterations,
+)
+from memfit.families import read_model
+from memfit.families.capabilities.kv_cache import cache_bytes, slots_of
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Recipe
+from memfit.records.reinforcement import Policy, RewardSettings, Rollout
+from memfit.train.measure.live import LiveBytes
+from memfit.train.model.weights import fill_weights
+from memfit.train.rl.judging import Judges
+from memfit.train.rl.learn import Learning, iterate
+from memfit.train.rl.rollout import Prompt, Sampling
+from memfit.train.rl.sampling import sample_in_slots
+from memfit.train.step.build import Built, build_model, build_optimizer
+
+ROLLOUT = Rollout(num_generations=2, max_prompt_length=20, max_completion_length=28, rows=3)
+REWARD = RewardSettings(funcs=("number", "format"))
+LORA = {"method": "lora"}
+MIXED = {"precision": "bf16-mixed"}
+KL = Policy(beta=0.1)
+TWICE = Policy(num_iterations=2)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gemma3, within windows": ("gemma3_text", {"sliding_window": 15}),
+    "experts": ("qwen3_moe", {}),
+    "latent attention": ("deepseek_v3", {}),
+}
+SETTINGS: dict[str, tuple[str, dict[str, Any], Policy, dict[str, Any]]] = {
+    "grpo, full": ("grpo", {}, Policy(), {}),
+    "rloo, full": ("rloo", {**MIXED, "recompute_blocks": 2}, TWICE, {"rows": 0}),
+    "grpo, lora": ("grpo", {**LORA, **MIXED, "base_format": "bf16"}, KL, {}),
+    "rloo, lora": ("rloo", {**LORA, "loss": "chunked", "loss_chunk": 20}, KL, {"rows": 2}),
+}
+
+
+class _Short:
+    """`LiveBytes` whose first iteration's update is one phase, as a trace has it."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.enter, self.register_batch = live.enter, live.register_batch
+        self.register_cache = live.register_cache
+
+    def stay(self, phase: Phase) -> None:
+        self.enter(Phase.FIRST_STEP)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def watch_real(recipe: Recipe, iterations, *, end=None) -> LiveBytes:
+    """As the trainer runs them; iterations: (tokens of each prompt, limits of answers) of each."""
+    model = build_model(recipe, "cpu")
+    fill_weights(model, recipe)
+    live = LiveBytes("cpu")
+    live.register_model(model)
+    optimizer = build_optimizer(recipe, model)
+    live.register_optimizer(optimizer)
+    built = Built(recipe, model, optimizer)
+    judges = Judges(recipe.reward, start=Constant)
+    groups = recipe.global_batch // recipe.rollout.num_generations
+    gc.collect()
+    gc.disable()
+    try:
+        with live:
+            for index, (lengths, limits) in enumerate(iterations):
+                prompts = [Prompt([3] * n, {"prompt": ""}) for n in lengths[:groups]]
+                sample = partial(sample_in_slots, observer=live, limits=limits)
+                sampling = Sampling(
+                    recipe.rollout, prompts, groups, judges, lambda ids: "", sample, end, 0
+                )
+                learning = Learning(recipe.objective, recipe.policy, sampling)
+                observer = live if index else First(_Short(live))
+                iterate(built, learning, index, observer=observer)
+    finally:
+        gc.enable()
+    return live
+
+
+def longest(rollout: Rollout):
+    return [rollout.max_prompt_length] * 64, ()
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(("family", "config"), FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(
+    ("objective", "changes", "policy", "slots"), SETTINGS.values(), ids=SETTINGS
+)
+def test_every_phase_holds_the_same_bytes_real_and_fake(
+    family, config, objective, changes, policy, slots
+):
+    recipe = make_recipe(
+        family, config=CONFIGS[family] | config, accumulation=4, objective=objective, **changes
+    )
+    recipe = replace(recipe, rollout=replace(ROLLOUT, **slots), policy=policy, reward=REWARD)
+    fake = trace_iterations(recipe, CPU)
+    real = watch_real(recipe, [longest(recipe.rollout)] * 2)
+    peaks = {phase: n for phase, n in real.peaks.items() if phase is not Phase.LOAD}
+    assert {Phase.PREFILL, Phase.DECODE, Phase.ACCUMULATE} < set(peaks)
+    assert {phase: fake.phases[phase] for phase in peaks} == peaks
+    for phase in peaks:
+        assert fake.ledger.by_kind(phase) == real.ledger().by_kind(phase)
+
+
+def test_a_certificate_has_the_phases_and_wants_segments_that_expand():
+    recipe = make_recipe(
+        "llama", accumulation=2, objective="grpo", rollout=ROLLOUT, reward=REWARD, attention="math"
+    )
+    verdicts = []
+    for allocator in ("", "expandable_segments:True"):
+        made = make_certificate(replace(recipe, allocator=allocator), H100, H100.memory, None)
+        verdicts.append(made.memory.verdict)
+        assert list(made.phases)[:4] == ["load", "prefill", "decode", "first_step"]
+        slots = slots_of(3, 2)
+        bytes_of_slots = cache_bytes(
+            read_model(recipe.model).architecture, rows=slots, tokens=48, dtype="float32"
+        )
+        for phase in (Phase.PREFILL, Phase.DECODE):
+            assert made.ledger.by_kind(phase)[Kind.KV_CACHE] == bytes_of_slots
+        assert Kind.KV_CACHE not in made.ledger.by_kind(Phase.BACKWARD)
+        assert any("3 of 4 answers in flight" in bound for bound in made.bounds)
+    assert verdicts == ["at_risk", "fits"]
+
+
+def test_answers_of_any_lengths_hold_no_more_than_the_trace():
+    """Prompts of 1 to 20 tokens and answers of 1 to 28, so that slots are refilled one by one."""
+    random = torch.Generator().manual_seed(1)
+    policy = Policy(beta=0.1, num_iterations=2)
+    recipe = make_recipe("llama", method="lora", accumulation=6, objective="grpo")
+    for rows, group in ((3, 2), (5, 4), (0, 3)):
+        rollout = replace(ROLLOUT, rows=rows, num_generations=group)
+        recipe = replace(recipe, rollout=rollout, policy=policy, reward=REWARD)
+        fake = trace_iterations(recipe, CPU)
+        asked = []
+        for _ in range(4):
+            lengths = torch.randint(1, 21, (12,), generator=random).tolist()
+            limits = torch.randint(1, 29, (12,), generator=random).tolist()
+            asked.append((lengths, tuple(limits)))
+        real = watch_real(recipe, asked)
+        rollout_phases = {Phase.PREFILL, Phase.DECODE, Phase.SCORE, Phase.REFERENCE}
+        assert rollout_phases < set(real.peaks)
+        for phase in set(real.peaks) - {Phase.LOAD}:
+            assert real.peaks[phase] <= fake.phases[phase], phase
