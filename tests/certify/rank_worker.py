@@ -36,7 +36,7 @@ from memfit.records.recipe import Parallel, Recipe
 from memfit.train.distributed.gloo import without_gloo
 from memfit.train.model.quantised import quantised_modules
 from memfit.train.step.build import Built, build_model, build_optimizer
-from memfit.train.step.step import Batch, evaluate, step
+from memfit.train.step.step import Batch, RatedBatch, evaluate, step
 
 
 def part_of(name: str, whole: torch.Tensor, parallel: Parallel, rank: int) -> torch.Tensor:
@@ -71,6 +71,36 @@ def fill(model: torch.nn.Module, recipe: Recipe) -> None:
             module.store(dense.copy_(0.05 * torch.randn(dense.shape, generator=random)))
 
 
+def count(recipe: Recipe, labels: torch.Tensor) -> int:
+    """What a loss is divided by: target tokens, pairs or rated answers of all ranks."""
+    learned = (labels != -100).any(-1)
+    if recipe.prefers:
+        return int(learned[:, ::2].sum())
+    return int(learned.sum()) if recipe.rates else int((labels != -100).sum())
+
+
+def batch_of(
+    recipe: Recipe, tokens: torch.Tensor, labels: torch.Tensor, here: slice, columns: list[int],
+    places: torch.Tensor | None,
+) -> Batch:  # fmt: skip
+    """A rank's part of a global micro-batch, with what its objective reads beside the rows."""
+    reference = context = rated = None
+    if recipe.preference.reference == "precomputed":
+        reference = torch.linspace(-60, -50, len(tokens))[here].contiguous()
+    if recipe.learns == "conversations":
+        whole = torch.full_like(labels, -100)
+        whole[::2, :5] = tokens.roll(-1, dims=1)[::2, :5]
+        labels = labels.clone()
+        labels[:, :5] = -100
+        context = whole[here].contiguous()
+    if recipe.rates:
+        rated = RatedBatch((torch.arange(len(tokens)) % 3 == 0)[here].contiguous())
+    return Batch(
+        tokens[here][:, columns].contiguous(), labels[here][:, columns].contiguous(), places,
+        reference=reference, context=context, beside=77.0, rated=rated,
+    )  # fmt: skip
+
+
 def run(recipe: Recipe, rank: int) -> dict[str, Any]:
     """Two steps on this rank's rows of a batch drawn for all ranks; the gradients of both.
 
@@ -95,7 +125,7 @@ def run(recipe: Recipe, rank: int) -> dict[str, Any]:
             seen.append(kept)
 
     built.optimizer.register_step_pre_hook(look)
-    losses, norms = [], []
+    losses, norms, rewards = [], [], []
     rows = recipe.micro_batch
     for number in range(2):
         random = torch.Generator().manual_seed(number)
@@ -104,15 +134,16 @@ def run(recipe: Recipe, rank: int) -> dict[str, Any]:
         labels = tokens.roll(-1, dims=2)
         labels[:, 0, : number + 3] = -100  # ranks differ in how many tokens they predict
         here = slice(rank * rows, (rank + 1) * rows)
-        batches = [Batch(t[here][:, columns].contiguous(), y[here][:, columns].contiguous(), places)
+        batches = [batch_of(recipe, t, y, here, columns, places)
                    for t, y in zip(tokens, labels, strict=True)]  # fmt: skip
         if recipe.optimizer.in_backward:
             seen.append({})
-        result = step(built, batches, int((labels != -100).sum()))
+        result = step(built, batches, count(recipe, labels))
         losses.append(result.loss.item())
+        rewards.append(None if result.rewards is None else result.rewards.tolist())
         norms.append(None if result.grad_norm is None else result.grad_norm.item())
     held_out, targets = evaluate(built, batches[0])
-    return {"losses": losses, "norms": norms, "gradients": seen,
+    return {"rewards": rewards, "losses": losses, "norms": norms, "gradients": seen,
             "evaluation": (held_out.item(), targets.item())}  # fmt: skip
 
 

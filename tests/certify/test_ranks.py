@@ -16,7 +16,7 @@ from rank_worker import alone
 from tiny_steps import CONFIGS, CPU, make_recipe
 
 from memfit.certify import trace
-from memfit.records.recipe import LEAN, Freeze, Parallel, Quantisation, Recipe
+from memfit.records.recipe import LEAN, Freeze, Parallel, Preference, Quantisation, Recipe
 
 WORKER = Path(__file__).parent / "rank_worker.py"
 SHARDS = Parallel(dp_shard=2)
@@ -32,6 +32,30 @@ PRODUCTS = Parallel(tp=2, sequence_parallel=True)
 ROWS_AND_PRODUCTS = Parallel(dp_shard=2, tp=2, sequence_parallel=True)
 SMALL = {"num_hidden_layers": 1, "vocab_size": 250, "intermediate_size": 178}
 STAGES = Parallel(pp=2)
+CHUNKED = {"loss": "chunked", "loss_chunk": 20}
+BEFORE = Preference(beta=0.1, reference="precomputed")
+DPO = {"objective": "dpo", "micro_batch": 2}
+OFF = {**DPO, **LORA, "preference": Preference(beta=0.1, reference="adapter-off")}
+SIMPO = {
+    "objective": "simpo",
+    "micro_batch": 2,
+    "preference": Preference(beta=2.0, gamma=0.5, loss_type="simpo"),
+}
+ORPO = {
+    "objective": "orpo",
+    "micro_batch": 2,
+    "preference": Preference(beta=0.1, loss_type="orpo", cross_entropy=1.0),
+}
+RATED = {
+    "objective": "kto",
+    "preference": Preference(
+        beta=0.1,
+        loss_type="apo_zero_unpaired",
+        desirable=1.0,
+        undesirable=1.5,
+        reference="adapter-off",
+    ),
+}
 CASES: dict[str, Recipe] = {
     "stages": make_recipe(parallel=STAGES, accumulation=4, implementation="foreach"),
     "stages-packed-mixed": make_recipe(
@@ -160,6 +184,21 @@ CASES: dict[str, Recipe] = {
     "sinks": make_recipe("gpt_oss", parallel=SHARDS, **MIXED),
     "mixed-experts": make_recipe("mixtral", parallel=SHARDS, **MIXED),
     "bf16-foreach": make_recipe(parallel=SHARDS, **BF16, implementation="foreach"),
+    "simpo": make_recipe(**SIMPO, parallel=SHARDS, accumulation=2),
+    "dpo-adapter-off": make_recipe("qwen3", **OFF, parallel=SHARDS, recompute_blocks=1),
+    "dpo-adapter-off-chunked-kept-accumulated": make_recipe(
+        config=RAGGED, **OFF, **CHUNKED, parallel=KEPT, accumulation=2
+    ),
+    "dpo-adapter-off-tied-copies": make_recipe("qwen2", **OFF, parallel=COPIES),
+    "dpo-adapter-off-mixed-nf4": make_recipe("qwen3", **OFF, **NF4, **MIXED, parallel=SHARDS),
+    "dpo-precomputed-both": make_recipe(
+        "mistral", **DPO, **CHUNKED, preference=BEFORE, parallel=BOTH
+    ),
+    "orpo-chunked": make_recipe(config=RAGGED, **ORPO, **CHUNKED, parallel=SHARDS),
+    "cpo-tied": make_recipe(
+        "gpt2", objective="cpo", preference=Preference(beta=0.1, cross_entropy=1.0), parallel=SHARDS
+    ),
+    "rated-adapter-off": make_recipe("gpt_neox", **LORA, **RATED, parallel=SHARDS),
     "mixed-8bit": make_recipe(parallel=SHARDS, **MIXED, name="adamw8bit", implementation="loop"),
     "mixed-copies-sgd": make_recipe(
         parallel=COPIES, **MIXED, name="sgd", weight_decay=0.1, implementation="foreach"
@@ -234,6 +273,9 @@ def test_ranks_compute_what_one_process_computes(name: str, real: Any) -> None:
     apart = ranks[-each :: recipe.parallel.tp]
     losses = torch.tensor([rank["losses"] for rank in apart]).sum(0)
     torch.testing.assert_close(losses, torch.tensor(want["losses"]), **close)
+    if recipe.compares:
+        sums = torch.tensor([rank["rewards"] for rank in apart]).sum(0)
+        torch.testing.assert_close(sums, torch.tensor(want["rewards"]), **close)
     if recipe.optimizer.clip_norm:
         for rank in ranks:
             norms = torch.tensor([rank["norms"], want["norms"]])

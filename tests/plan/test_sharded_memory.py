@@ -20,7 +20,7 @@ from memfit.plan.step_time.step import predict_step
 from memfit.records import from_data
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Phase
-from memfit.records.recipe import LEAN, Freeze, Parallel, Quantisation, Recipe
+from memfit.records.recipe import LEAN, Freeze, Parallel, Preference, Quantisation, Recipe
 from memfit.records.request import Request
 from tiny_models import CONFIGS, FAMILIES, make_recipe
 
@@ -71,6 +71,44 @@ CASES = {
     "3 ranks to a row, recomputed, accumulated": make_recipe(
         config=EVEN, parallel=Parallel(cp=3), sequence_length=24, recompute_blocks=1,
         accumulation=2,
+    ),
+}  # fmt: skip
+OFF = {"objective": "dpo", "method": "lora",
+       "preference": Preference(beta=0.1, reference="adapter-off")}  # fmt: skip
+CHUNKED = {"loss": "chunked", "loss_chunk": 12}
+PAIRS = {
+    "dpo": make_recipe(config=UNEVEN, parallel=TWO, recompute_blocks=1, **OFF),
+    "dpo, chunked, kept, accumulated, mixed": make_recipe(
+        "qwen3", parallel=Parallel(dp_shard=2, reshard_after_forward=False), accumulation=2,
+        **OFF, **CHUNKED, **MIXED,
+    ),
+    "dpo, the head tied, 2 copies of 2 shards": make_recipe(
+        "gpt2", parallel=Parallel(dp_replicate=2, dp_shard=2), **OFF
+    ),
+    "dpo, 2 copies, over nf4, mixed": make_recipe(
+        "gpt_neox", parallel=Parallel(dp_replicate=2), **OFF, **MIXED, base_format="nf4",
+        quantisation=Quantisation(double=True),
+    ),
+    "dpo, full, reference before, chunked, accumulated": make_recipe(
+        "mistral", parallel=TWO, objective="dpo", accumulation=2, **CHUNKED,
+        preference=Preference(beta=0.1, reference="precomputed"),
+    ),
+    "simpo, full, 3 uneven shards, mixed": make_recipe(
+        config=UNEVEN, parallel=Parallel(dp_shard=3), objective="simpo", **MIXED,
+        preference=Preference(beta=2.0, loss_type="simpo", gamma=0.5),
+    ),
+    "orpo, chunked": make_recipe(
+        "qwen2", parallel=TWO, objective="orpo", **CHUNKED,
+        preference=Preference(beta=0.1, loss_type="orpo", cross_entropy=1.0),
+    ),
+    "cpo, lora, bf16": make_recipe(
+        parallel=TWO, objective="cpo", method="lora", precision="bf16", base_format="bf16",
+        preference=Preference(beta=0.1, cross_entropy=1.0),
+    ),
+    "rated, over bf16, mixed": make_recipe(
+        parallel=TWO, objective="kto", **OVER_BF16,
+        preference=Preference(beta=0.1, loss_type="apo_zero_unpaired", desirable=1.0,
+                              undesirable=1.0, reference="adapter-off"),
     ),
 }  # fmt: skip
 SLOW = {
@@ -143,6 +181,18 @@ def test_a_rank_holds_what_is_predicted(name: str) -> None:
     last = recipe.parallel.world - 1  # holds the least: its shards are padded
     predicted, traced = held(recipe, CPU, last)
     assert set(traced) >= {Phase.FIRST_STEP, Phase.BACKWARD, Phase.OPTIMIZER_STEP, Phase.EVALUATE}
+    assert_alike(predicted, traced)
+
+
+@pytest.mark.covering(PAIRS)
+@pytest.mark.parametrize("device", [CPU, H100], ids=lambda device: device.id)
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_rank_of_compared_answers_holds_what_is_predicted(name: str, device: Device) -> None:
+    recipe = replace(PAIRS[name], device=device.id)
+    if device is H100 and recipe.compute_dtype == "float32":
+        recipe = replace(recipe, attention="efficient")
+    predicted, traced = held(recipe, device, recipe.parallel.world - 1)
+    assert set(traced) >= {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.EVALUATE}
     assert_alike(predicted, traced)
 
 
@@ -350,7 +400,7 @@ def test_what_no_prediction_describes_is_refused_and_certified() -> None:
 
 
 @pytest.mark.parametrize("changes", [
-    {"task": {"global_batch": 128, "objective": "dpo"}, "micro_batch": 2}, {"method": "dora"},
+    {"task": {"global_batch": 128, "objective": "kto"}, "micro_batch": 2}, {"method": "dora"},
 ])  # fmt: skip
 def test_what_many_ranks_do_not_run_is_refused_in_the_steps_own_words(changes) -> None:
     with pytest.raises(InvalidRequest, match="on 64 ranks: ") as error:

@@ -31,7 +31,7 @@ from tiny_runs import CONFIG, tiny_recipe
 
 from memfit.core.errors import Error
 from memfit.records.model import ModelReference
-from memfit.records.recipe import Lora, Parallel, Recipe
+from memfit.records.recipe import Lora, Parallel, Preference, Recipe
 from memfit.records.request import Request, Task
 from memfit.train.distributed import ranks as ranks_module
 from memfit.train.distributed import stragglers
@@ -56,14 +56,17 @@ def recipe_of(order: dict) -> Recipe:
         method=order.get("method", "full"), lora=LORA if "method" in order else Lora(),
         base_format=order.get("base_format", "fp32"), steps=order.get("steps", 6),
         packing=order.get("packing", True),
-        optimizer={"implementation": "foreach"},
+        optimizer={"implementation": "foreach"}, objective=order.get("objective", "pretrain"),
+        preference=Preference(**order.get("preference", {})),
     )  # fmt: skip
 
 
 def run(order: dict) -> None:
     data, cache = order["data"], Path(order["cache"])
     recipe, folder = recipe_of(order), Path(order["folder"])
-    request = Request(model=recipe.model.config, task=Task(data=data, evaluation=data))
+    request = Request(
+        model=recipe.model.config, task=Task(objective=recipe.objective, data=data, evaluation=data)
+    )
     watch = order.get("watch_every", 50)
     cadence = Cadence(save_every=2, watch_every=watch, asynchronous=order.get("asynchronous"))
     place = find_place()

@@ -72,7 +72,7 @@ class Runs:
 
     def start(self, name, **order):
         self.clear()
-        order |= {"folder": str(self.folder / name), **self._common}
+        order = {"folder": str(self.folder / name), **self._common, **order}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         self._running = dict.fromkeys(self._answer(LONGEST))
@@ -329,6 +329,61 @@ def test_adapters_over_nf4_on_many_ranks_go_on(runs):
     run = runs.whole("nf4", parallel=SHARDS, **order)
     same_learning(runs, "nf4", run, want, "nf4 alone")
     held_to_certificates(runs, run, SHARDS, 2, method="lora", base_format="nf4")
+
+
+def write_pairs(path):
+    lines = []
+    for n in range(13):  # of which no number of ranks has as many
+        answers = {"chosen": f"{n + 1} does.", "rejected": "word " * (n % 7) or "no"}
+        lines.append(json.dumps({"prompt": f"What follows {n}? ", **answers}))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+COMPARED = {
+    "dpo, adapter off": {
+        "objective": "dpo", "method": "lora",
+        "preference": {"beta": 0.3, "reference": "adapter-off"},
+    },
+    "dpo, reference before": {
+        "objective": "dpo", "preference": {"beta": 0.3, "reference": "precomputed"},
+    },
+    "orpo": {
+        "objective": "orpo",
+        "preference": {"beta": 0.3, "loss_type": "orpo", "cross_entropy": 1.0},
+    },
+    "rated, reference before": {
+        "objective": "kto",
+        "preference": {"beta": 0.3, "reference": "precomputed", "loss_type": "apo_zero_unpaired",
+                       "desirable": 1.0, "undesirable": 1.0},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPARED)
+def test_compared_answers_on_many_ranks_teach_what_they_teach_one_process(name, runs, tmp_path):
+    data = write_pairs(tmp_path / "pairs.jsonl")
+    order = {**COMPARED[name], "data": data, "packing": False, "steps": 4}
+    found = []
+    for parallel in ({}, SHARDS):
+        run = runs.whole(f"{name} {len(parallel)}", **order, parallel=parallel, micro_batch=2)
+        folder = runs.folder / f"{name} {len(parallel)}"
+        lines = (folder / "log.jsonl").read_text().splitlines()
+        keys = ("loss", "reward", "cross_entropy", "evaluation_", "grad_norm")
+        rows = [{k: v for k, v in json.loads(x).items() if k.startswith(keys)} for x in lines]
+        found.append((run, rows, runs.weights(f"{name} {len(parallel)}")))
+    (one, want, weights), (many, rows, shared) = found
+    assert len(rows) == len(want) == 4
+    assert "reward_margin" in rows[-1]
+    assert "evaluation_reward_margin" in rows[-1]
+    for mine, other in zip(rows, want, strict=True):
+        mine.pop("evaluation_error", None)  # of micro-batches that are cut otherwise
+        other.pop("evaluation_error", None)
+        assert mine == pytest.approx(other, rel=2e-5, abs=2e-6)
+    for weight, values in weights.items():
+        torch.testing.assert_close(shared[weight], values, rtol=1e-4, atol=2e-5)
+    assert many.measurements["loss.final"].unit == one.measurements["loss.final"].unit
 
 
 def stop(runs, name, after, **order):

@@ -412,11 +412,24 @@ def test_a_request_that_cannot_be_is_refused(changes, said):
         api.predict(request) if request.framework != "memfit" else api.plan(request)
 
 
-def test_many_ranks_are_refused():
+def test_ranks_that_share_products_rows_or_blocks_are_refused():
     recipe = recipe_of()
-    many = replace(recipe, parallel=replace(recipe.parallel, dp_shard=2))
-    with pytest.raises(InvalidRequest, match="not held against one process yet"):
-        build_model(many, "meta")
+    for axis in ("tp", "cp", "pp"):
+        cut = {axis: 2, "sequence_parallel": axis == "tp"}
+        many = replace(recipe, parallel=replace(recipe.parallel, **cut))
+        with pytest.raises(InvalidRequest, match="not built for"):
+            build_model(many, "meta")
+
+
+def test_a_plan_of_pairs_on_many_devices_cuts_the_model_among_them():
+    many = planned(
+        method="lora", hardware=Hardware(device="h100-sxm", count=2), precision="bf16",
+    )  # fmt: skip
+    plan = api.plan(many, levers=False)
+    assert plan.recipe.parallel.dp == 2
+    assert plan.recipe.micro_batch % 2 == 0
+    assert plan.recipe.global_batch == 8
+    assert plan.recipe.preference == OFF
 
 
 def test_a_recipe_without_pairs_keeps_its_digest():

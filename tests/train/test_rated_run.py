@@ -291,6 +291,17 @@ def test_a_plan_keeps_the_micro_batch_and_is_a_request_again():
     assert half.course == plan.recipe.course
 
 
+def test_a_baseline_on_many_ranks_is_refused():
+    hardware = Hardware(device="h100-sxm", count=2)
+    with pytest.raises(InvalidRequest, match="on 2 ranks: its baseline z0"):
+        api.plan(planned(method="lora", hardware=hardware))
+    free = PreferenceRequest(loss_type="apo_zero_unpaired")
+    plan = api.plan(
+        planned(method="lora", hardware=hardware, preference=free, micro_batch="auto"), levers=False
+    )
+    assert plan.recipe.parallel.dp == 2
+
+
 def test_a_run_cut_otherwise_does_not_go_on_from_its_checkpoint(request_, cache, tmp_path):
     train(recipe_of(steps=2), request_, tmp_path / "run", cache=cache)
     other = recipe_of(steps=2, micro_batch=2, accumulation=4)

@@ -38,7 +38,7 @@ def check_objective(recipe: Recipe) -> None:
         )
     find_objective(recipe.objective).check(recipe.preference)
     _check_reference(recipe)
-    check_alone(recipe.objective, recipe.parallel.world)
+    check_alone(recipe.objective, recipe.preference.loss_type, recipe.parallel.world)
 
 
 def check_baseline(objective: str, micro_batch: int) -> None:
@@ -51,13 +51,15 @@ def check_baseline(objective: str, micro_batch: int) -> None:
         )
 
 
-def check_alone(objective: str, ranks: int) -> None:
-    """Raise InvalidRequest for an objective that only one device has."""
-    if find_objective(objective).compares and ranks > 1:
+def check_alone(objective: str, loss_type: str, ranks: int) -> None:
+    """Raise InvalidRequest for an objective, or one of its losses, that only one device has."""
+    found = find_objective(objective)
+    if ranks > 1 and found.compares and found.find_loss(loss_type).mismatches:
         raise InvalidRequest(
-            f"`objective: {objective}` on {ranks} ranks: gathered log-probabilities and the"
-            " reference's own gathering are not held against one process yet",
-            hint="use one device; adapters over a frozen base need the least memory",
+            f"`objective: {objective}` on {ranks} ranks: its baseline z0 would be a mean over the"
+            " rows of all ranks, which no rank has within a micro-batch",
+            hint="use one device, or `preference.loss_type: apo_zero_unpaired`, which has no"
+            " baseline",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
@@ -132,7 +132,25 @@ def _added(
         yield replace(weight, name=name, shape=shape, trainable=True)
 
 
-def switched_off(module: nn.Module) -> AbstractContextManager[object]:
-    """See `Adapter.switched_off`."""
-    off: AbstractContextManager[object] = cast(Any, module).disable_adapter()
-    return off
+@contextmanager
+def switched_off(module: nn.Module) -> Iterator[None]:
+    """See `Adapter.switched_off`.
+
+    peft's own `disable_adapter` freezes the adapters, too, and FSDP2 remembers of a weight that it
+    gathers for the first time whether it is trained.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    found = [
+        part for part in module.modules()
+        if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    ]  # fmt: skip
+    before = [part._disable_adapters for part in found]
+    try:
+        for part in found:
+            part._disable_adapters = True
+        yield
+    finally:
+        for part, off in zip(found, before, strict=True):
+            part._disable_adapters = off

@@ -535,6 +535,9 @@ def row_log_probs(
         return plain_log_probs(logits, labels, answered)
     flat = meta.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
     labels, answered = merge_context(labels, context)
-    return chunked_log_probs(
+    found = chunked_log_probs(
         flat, weights["lm_head.weight"], labels, answered, chunk, bool(a.logit_cap)
     )
+    if forward.tail is not None:
+        forward.tail.leave(found)
+    return found

@@ -39,7 +39,7 @@ def read_defaults(
         raise InvalidRequest(
             f"`objective: {objective.name}` under `framework: {request.framework}`: memfit"
             " describes how it predicts tokens, not how it compares pairs",
-            hint="use `framework: trl` or `hf-trainer`, or `memfit` on one device",
+            hint="use `framework: trl` or `hf-trainer`, or `memfit`",
         )
     if objective.samples:
         raise InvalidRequest(

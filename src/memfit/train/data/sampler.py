@@ -114,8 +114,10 @@ class Sampler:
         return [self._batch(step * self._global + i * self._micro) for i in mine]
 
     def documents_of(self, index: int) -> list[int]:
-        """The documents of micro-batch `index` of the first epoch, one a row, as far as it goes."""
-        rows = range(index * self._micro, (index + 1) * self._micro)
+        """The documents of this rank's micro-batch `index` of the first epoch, one a row, as far as
+        it goes."""
+        first = (index * self._ranks + self._rank) * self._micro
+        rows = range(first, first + self._micro)
         return [p.document for i in rows for p in self._rows.row(i, once=True)]
 
     def all_once(self, tokens: int = 0) -> Iterator[Micro]:

@@ -416,7 +416,7 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
         row |= {"loss_scale": float(result.scale), "skipped": skipped}
         session.skipped += skipped
     if result.rewards is not None:
-        row |= _name_rewards(recipe, result.rewards, counts[0])
+        row |= _name_rewards(session, result.rewards, counts[0])
     if looked:
         row |= _tell_waits(session, index)
     return row | {
@@ -493,13 +493,16 @@ def _evaluate(
         off = sum((total - mean * n) ** 2 for total, n in zip(sums, counts, strict=True))
         found["evaluation_error"] = math.sqrt(off * many / (many - 1)) / count
     if rewards.sums is not None:
-        named = _name_rewards(session.recipe, rewards.sums, count)
+        named = _name_rewards(session, rewards.sums, count)
         found |= {f"evaluation_{name}": value for name, value in named.items()}
     return found
 
 
-def _name_rewards(recipe: Recipe, sums: torch.Tensor, count: int) -> dict[str, float]:
-    return name_ratings(sums, count) if recipe.rates else name_rewards(sums, count)
+def _name_rewards(session: Session, sums: torch.Tensor, count: int) -> dict[str, float]:
+    """Of all ranks' sums, over what they have together; waits for the device."""
+    gathered = [sum(each) for each in zip(*session.gather(*sums.tolist()), strict=True)]
+    name = name_ratings if session.recipe.rates else name_rewards
+    return name(gathered, count)
 
 
 def _tokens_a_pair(session: Session, held_out: Sampler, tokens: int) -> float:

@@ -7,12 +7,14 @@ the objective has one, the reference. The losses themselves are of `memfit.objec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from memfit.objectives import PairLoss, find_objective
+from memfit.parallelism import run_as_forward
 from memfit.records.recipe import Preference, Recipe
 from memfit.train.step.loss import IGNORE, check_chunked, gradients_by_chunks
 
@@ -33,9 +35,9 @@ class Rewards:
         self.sums = more if self.sums is None else self.sums.add_(more)
 
 
-def name_rewards(sums: Tensor, pairs: int) -> dict[str, float]:
-    """Means over so many pairs, as the log names them; waits for the device."""
-    chosen, rejected, won, *beside = (float(x) / pairs for x in sums.tolist())
+def name_rewards(sums: Sequence[float], pairs: int) -> dict[str, float]:
+    """Means over so many pairs, as the log names them."""
+    chosen, rejected, won, *beside = (x / pairs for x in sums)
     named = {
         "reward_chosen": chosen,
         "reward_rejected": rejected,
@@ -78,7 +80,23 @@ def row_log_probs(
             return cast(Tensor, split)
         return losses.view(labels.shape).sum(1).neg()
     check_chunked(head, recipe)
-    compute = getattr(torch, recipe.compute_dtype) if recipe.autocast else hidden.dtype
+
+    def chunks() -> Tensor:
+        return _log_probs_by_chunks(head, flat, labels, answered, recipe, cap)
+
+    # A sharded head holds its whole weight only while its forward runs.
+    return run_as_forward(head, chunks) if recipe.parallel.world > 1 else chunks()
+
+
+def _log_probs_by_chunks(
+    head: nn.Module,
+    flat: Tensor,
+    labels: Tensor,
+    answered: Tensor | None,
+    recipe: Recipe,
+    cap: float | None,
+) -> Tensor:
+    compute = getattr(torch, recipe.compute_dtype) if recipe.autocast else flat.dtype
     weight = cast(Tensor, head.weight)
     if not torch.is_grad_enabled():
         return _by_chunks(flat, weight, labels, answered, compute, recipe.loss_chunk, cap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,12 +14,12 @@ from memfit.train.step.loss import IGNORE
 from memfit.train.step.preference import Rewards
 
 
-def name_ratings(sums: Tensor, answers: int) -> dict[str, float]:
-    """Means of desirable and of other answers, as the log names them; waits for the device.
+def name_ratings(sums: Sequence[float], answers: int) -> dict[str, float]:
+    """Means of desirable and of other answers, as the log names them.
 
     sums: as of `judge_rated`. A mean over no answer is left out.
     """
-    good, bad, of_good, of_bad, *divergence = sums.tolist()
+    good, bad, of_good, of_bad, *divergence = sums
     named: dict[str, float] = {}
     if of_good:
         named["reward_desirable"] = good / of_good

@@ -28,6 +28,7 @@ from memfit.train.step.build import Built
 from memfit.train.step.step import Batch, log_probs
 
 FILE = "reference.npz"
+TOGETHER = 2**16  # values that ranks exchange at a time
 
 
 def give_reference(session: Session, built: Built) -> None:
@@ -38,9 +39,10 @@ def give_reference(session: Session, built: Built) -> None:
     if session.recipe.preference.reference != "precomputed":
         return
     found = _read(session)
-    if found is None:
+    if session.ranks.any(found is None) or found is None:
         found = session.meter.watch(built, Phase.EVALUATE, lambda: _compute_all(session, built))
-        _write(session, found)
+        if session.ranks.rank == 0:
+            _write(session, found)
     session.sampler.reference = found["training"]
     if session.held_out is not None:
         session.held_out.reference = found["held_out"]
@@ -64,7 +66,7 @@ def _compute(session: Session, built: Built, sampler: Sampler, steps: int | None
     for index, micro in enumerate(sampler.all_once()):
         if most is not None and index >= most:
             break
-        if session.interrupts.requested:
+        if session.ranks.any(session.interrupts.requested):
             raise RunFailed(
                 "interrupted before the first step",
                 hint="start the same command again: it begins with the reference",
@@ -74,7 +76,20 @@ def _compute(session: Session, built: Built, sampler: Sampler, steps: int | None
         for own, scored in zip(values, _scored(batch), strict=True):
             rows = log_probs(built, scored).cpu().numpy()
             own[documents] = rows[: len(documents)]
+    values = np.stack([_join(session, own) for own in values])
     return values if mismatches else values[0]
+
+
+def _join(session: Session, values: Array) -> Array:
+    """What any rank has computed, NaN where none has."""
+    if session.ranks.size == 1:
+        return values
+    found = [
+        np.array(session.ranks.gather(*values[start : start + TOGETHER].tolist()), dtype="float32")
+        for start in range(0, len(values), TOGETHER)
+    ]
+    joined: Array = np.fmax.reduce(np.concatenate(found, axis=1), axis=0)
+    return joined
 
 
 def _scored(batch: Batch) -> Iterator[Batch]:

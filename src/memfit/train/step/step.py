@@ -168,8 +168,16 @@ def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tupl
 
 def log_probs(built: Built, batch: Batch) -> Tensor:
     """(rows,) fp32 of each row's targets under the model as it is; nothing is kept."""
-    with evaluating(built.model), torch.no_grad(), autocast(built):
+
+    def work() -> Tensor:
         return _log_probs(built, _hidden(built, batch), batch)
+
+    with evaluating(built.model), torch.no_grad(), autocast(built):
+        if built.recipe.parallel.world == 1:
+            return work()
+        found = run_as_forward(parts(built.model).base, work)
+        let_go(parts(built.model).base)  # no backward comes that would let go of the tail
+        return found
 
 
 @contextmanager
