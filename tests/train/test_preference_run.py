@@ -413,7 +413,7 @@ def test_a_request_that_cannot_be_is_refused(changes, said):
 
 
 def test_ranks_that_share_products_rows_or_blocks_are_refused():
-    recipe = recipe_of()
+    recipe = recipe_of(BEFORE)
     for axis in ("tp", "cp", "pp"):
         cut = {axis: 2, "sequence_parallel": axis == "tp"}
         many = replace(recipe, parallel=replace(recipe.parallel, **cut))
