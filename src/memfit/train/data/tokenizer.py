@@ -6,10 +6,12 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import Error, InvalidRequest
+from memfit.train.data import words
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 END_OF_TEXT = "<|endoftext|>"
@@ -34,6 +36,7 @@ class Tokenizer:
         self.start: tuple[int, ...] = tuple(i for i in opening if i != self.end)
         self.fingerprint = _fingerprint(wrapped)
         self._direct = _is_plain(wrapped)
+        self._cuts: bool | None = None  # whether long texts may be cut; None: not looked up yet
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, with nothing put before or after it."""
@@ -45,11 +48,23 @@ class Tokenizer:
             return []
         backend = self._backend()
         if backend is not None:
-            return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return self._encode_in_pieces(backend, texts)
         many: list[list[int]] = self.wrapped(list(texts), add_special_tokens=False, verbose=False)[
             "input_ids"
         ]
         return many
+
+    def _encode_in_pieces(self, backend: Any, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text; of long ones, put together from pieces that are encoded alone."""
+        long = any(len(text) > 2 * words.PIECE for text in texts)
+        if long and self._cuts is None:
+            self._cuts = words.may_be_cut(backend.to_str())
+        if not (long and self._cuts):
+            return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        pieces = [list(words.cut(text)) for text in texts]
+        found = backend.encode_batch_fast(list(chain(*pieces)), add_special_tokens=False)
+        encoded = iter(found)
+        return [[i for e in islice(encoded, len(own)) for i in e.ids] for own in pieces]
 
     def encode_with_offsets(
         self, texts: Sequence[str]

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from memfit.core.errors import InvalidRequest
-from memfit.core.units import MIB
+from memfit.core.units import KIB
 from memfit.train.data.conversations import Content, Dialogue, Example, render
 from memfit.train.data.shards.split import PIECE, Item, Part, read_parts
 from memfit.train.data.tokenizer import Tokenizer
 
+GROUP = 256 * KIB  # characters that are encoded at a time
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -74,13 +75,13 @@ def refuse_empty(place: str) -> NoReturn:
 
 
 def _groups(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Parts in groups of about a MiB of text: enough for every core, little to hold."""
+    """Parts in groups of little text: enough for every core, little to hold."""
     group: list[Part] = []
     size = 0
     for part in parts:
         group.append(part)
         size += _length(part.content)
-        if size >= MIB:
+        if size >= GROUP:
             yield group
             group, size = [], 0
     if group:
