@@ -55,11 +55,12 @@ ui/node_modules/.package-lock.json: ui/package-lock.json
 	    'tests that build the page or judge it with axe-core are skipped'; \
 	fi
 
+# without compiled files each of some hundred processes that tests start would compile memfit anew
 test: setup ui/node_modules/.package-lock.json  ## every test, slow proofs included; of those over all families, some of the settings
-	$(PY) -m pytest --numprocesses auto --dist worksteal -m 'not wide' $(TESTS)
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest --numprocesses auto --dist worksteal -m 'not wide' $(TESTS)
 
 test-wide: setup  ## every test, in all settings of every family, on examples not seen before
-	MEMFIT_EXAMPLES=new $(PY) -m pytest --numprocesses auto --dist worksteal
+	env -u PYTHONDONTWRITEBYTECODE MEMFIT_EXAMPLES=new $(PY) -m pytest --numprocesses auto --dist worksteal
 
 check: lint types fresh
 

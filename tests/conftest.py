@@ -41,7 +41,7 @@ TRACED = (
 )  # fmt: skip
 MANY = (
     *TRACED, "test_build.py", "test_instants.py", "test_step.py", "test_closed_form.py",
-    "test_lean_blocks.py", "test_compiled.py",
+    "test_lean_blocks.py", "test_compiled.py", "test_generation.py",
 )  # fmt: skip
 # Slow proofs whose cases differ in settings alone: one in so many.
 SETTINGS = {

@@ -15,8 +15,6 @@ from typed_commands import quick
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = ("", "sh", "bash", "console")
-# verbs that answer without a file of the user's, torch or a run
-QUICK = ("plan", "models", "devices", "formats", "rules", "budget", "solve")
 SMALL = ["smollm2-135m", "--set", "task.sequence_length=128"]
 PLANS = {
     "fits": ["smollm2-135m", "--device", "rtx-4090"],
@@ -108,22 +106,6 @@ def test_a_command_of_a_hint_exists(text):
     assert command is not None, text
     known = {option for each in command.params for option in each.opts}
     assert {word for word in rest if word.startswith("--")} <= {*known, "--help"}, text
-
-
-README = [
-    p for p in DOCUMENTED
-    if p.id.startswith("README") and p.values[0][0] in QUICK
-    and not any(word.endswith((".yaml", ".json")) for word in p.values[0])
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", README)
-def test_a_planning_command_of_the_readme_runs(words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = quick(*words)
-    assert code in (0, 3), err
-    assert out
 
 
 def after(out, heading):

@@ -83,7 +83,7 @@ def test_what_it_says_to_type_next_runs(case, monkeypatch):
         assert verb == "certify"
 
 
-SHARE = 20  # of models that fit soon: ways out of a miss take seconds each
+SHARE = 40  # of models that fit soon: ways out of a miss take seconds each
 MODELS = [
     pytest.param(m.id, marks=[pytest.mark.wide] if n % SHARE or m.parameters > 8e9 else [])
     for n, m in enumerate(models())

@@ -170,6 +170,12 @@ def alone(runs):
     return runs.whole("alone")
 
 
+@pytest.fixture(scope="module")
+def sharded(runs):
+    """12 steps on two ranks, which nothing interrupts."""
+    return runs.whole("whole", parallel=SHARDS, steps=12)
+
+
 def same_learning(runs, name, run, want, other):
     torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(want.losses), **CLOSE)
     mine, theirs = (torch.tensor(r.evaluations) for r in (run, want))
@@ -416,29 +422,27 @@ def test_a_lost_rank_ends_its_test_in_seconds_and_leaves_the_next_one_alone(runs
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_with_the_same_bits_or_on_other_ranks(runs, alone):
-    whole = runs.whole("whole", parallel=SHARDS, steps=12)
+def test_a_stopped_run_goes_on_with_the_same_bits_or_on_other_ranks(runs, sharded):
     stop(runs, "stopped", 3, parallel=SHARDS, steps=12)
     shutil.copytree(runs.folder / "stopped", runs.folder / "moved")
     again = runs.whole("stopped", parallel=SHARDS, steps=12)
-    assert again.losses == whole.losses
+    assert again.losses == sharded.losses
     for key, value in runs.weights("whole").items():
         assert torch.equal(runs.weights("stopped")[key], value), key
     stop(runs, "moved", 5, parallel=BOTH, steps=12)
     moved = runs.whole("moved", steps=12)
-    torch.testing.assert_close(torch.tensor(moved.losses), torch.tensor(whole.losses), **CLOSE)
+    torch.testing.assert_close(torch.tensor(moved.losses), torch.tensor(sharded.losses), **CLOSE)
 
 
 @pytest.mark.slow
-def test_ranks_that_are_killed_leave_no_hang_and_no_half_checkpoint(runs):
+def test_ranks_that_are_killed_leave_no_hang_and_no_half_checkpoint(runs, sharded):
     """One rank, or all of them while a checkpoint is written meanwhile; then the same command."""
-    order = {"parallel": SHARDS, "steps": 16, "asynchronous": True}
-    whole = runs.whole("unkilled", **order)
+    order = {"parallel": SHARDS, "steps": 12, "asynchronous": True}
     chance = np.random.default_rng(7)
     for everyone in (False, True):  # more of each: bench/kills.py
         kill(runs, "killed", chance, within=0.05, everyone=everyone, **order)
     run = runs.whole("killed", **order)
-    assert run.losses == whole.losses
+    assert run.losses == sharded.losses
     assert not list((runs.folder / "killed" / "checkpoints").glob(".*"))
 
 
