@@ -4,7 +4,8 @@ All run in turns as whole processes, so that whatever else the machine does slow
 ratios are of medians, of wall time and of the CPU seconds of the process and its children.
 `--no-cache` certifies anew; the command without it finds the certificate that its first run, which
 is not counted, has left in a cache of this script's own. A plan is found in the same way; `anew` is
-the same command with MEMFIT_NO_CACHE set. Writes bench/results/cold_start.json.
+the same command with MEMFIT_NO_CACHE set, under which a certificate of a CPU measures what a run's
+imports take, too. Writes bench/results/cold_start.json.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ QUICK = {
 }  # fmt: skip
 CERTIFIED = {
     TORCH: ["-c", "import torch"],
+    f"memfit certify llama-3.1-8b{ANEW}": [*MEMFIT, "certify", "llama-3.1-8b"],
     "memfit certify llama-3.1-8b --no-cache": [*MEMFIT, "certify", "llama-3.1-8b", "--no-cache"],
     "memfit certify llama-3.1-8b --device h100-sxm --no-cache": [
         *MEMFIT, "certify", "llama-3.1-8b", "--device", "h100-sxm", "--no-cache",

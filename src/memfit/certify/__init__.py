@@ -218,14 +218,14 @@ def _read_answer(line: str) -> Certificate | Error:
 def measure_imports(lines: Sequence[str]) -> int | None:
     """Bytes that a run of these orders on this CPU holds before its first tensor; None: unknown.
 
-    Called before anything else in a fresh process.
+    Called before anything else in a fresh process: what is not known yet is measured there.
     """
     orders = [from_data(json.loads(text), Order, source="the order to certify") for text in lines]
     if not any(order.device.is_cpu and order.device.context is None for order in orders):
         return None
-    from memfit.train.measure import resident
+    from memfit.certify import import_memory
 
-    return resident.measure_imports(adapters=any(o.recipe.method in ADAPTED for o in orders))
+    return import_memory.measure_imports(adapters=any(o.recipe.method in ADAPTED for o in orders))
 
 
 def import_step(lines: Sequence[str]) -> None:

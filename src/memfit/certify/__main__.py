@@ -17,7 +17,7 @@ def main() -> None:
 
     lines = sys.stdin.read().splitlines()
     imports = measure_imports(lines)
-    if imports is None:
+    if "torch" not in sys.modules:  # as it is where imports were just measured
         import_step(lines)
     for line in lines:
         answer_to.write(answer_order(line, imports) + "\n")

@@ -85,10 +85,10 @@ def describe_source(source: str) -> str:
 def find(key: str) -> Certificate | None:
     """The certificate of that key, marked as one from the cache; None where there is none."""
     file = folder() / f"{key}.json"
+    content = read_entry(file)
+    if content is None:
+        return None
     try:
-        digest, _, content = file.read_bytes().partition(b"\n")
-        if digest != sha256(content).hexdigest().encode():
-            return None
         import msgspec
 
         data: dict[str, Any] = msgspec.json.decode(content)
@@ -105,12 +105,24 @@ def keep(key: str, certificate: Certificate) -> None:
 
     content = msgspec.json.encode(to_data(certificate))
     try:
-        write_atomically(
-            folder() / f"{key}.json", sha256(content).hexdigest().encode() + b"\n" + content
-        )
+        write_entry(folder() / f"{key}.json", content)
         _remove_oldest(folder())
     except OSError:  # a full disk, a folder that is not ours
         return
+
+
+def read_entry(file: Path) -> bytes | None:
+    """What `write_entry` wrote; None where there is no such file, or it was damaged."""
+    try:
+        digest, _, content = file.read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    return content if digest == sha256(content).hexdigest().encode() else None
+
+
+def write_entry(file: Path, content: bytes) -> None:
+    """Write the content behind its digest, atomically. Raises OSError."""
+    write_atomically(file, sha256(content).hexdigest().encode() + b"\n" + content)
 
 
 def _remove_oldest(place: Path) -> None:

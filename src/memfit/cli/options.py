@@ -167,7 +167,9 @@ def no_cache_option(function: F) -> F:
             return function(**values)
 
     decorated: Any = click.option(
-        "--no-cache", is_flag=True, help="Certify anew; nothing is read from or kept in the cache."
+        "--no-cache",
+        is_flag=True,
+        help="Certify anew; no certificate is read from or kept in the cache.",
     )(with_choice)
     made: F = decorated
     return made

@@ -129,7 +129,7 @@ def _measure_imports(request: Request) -> int | None:
 
     if not problems.find_device(request.hardware.device).is_cpu:
         return None
-    from memfit.train.measure.resident import measure_imports
+    from memfit.certify.import_memory import measure_imports
 
     return measure_imports(adapters=request.method in (*ADAPTED, "auto"))
 
