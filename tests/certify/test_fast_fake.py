@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tiny_steps import CPU, FAMILIES, H100, make_recipe, possible
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.certify import trace as trace_now
 from memfit.certify.tracing import fake_device
@@ -119,6 +124,66 @@ def test_an_answer_given_again_is_torchs(name: str) -> None:
     assert answers(FastFakeMode()) == answers(FakeTensorMode())
 
 
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs each operator through the mode below, at once or by another dispatch."""
+
+    def __init__(self, run: Any = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.run, self.seen = run, list[str]()
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return self.run(func, args, kwargs or {}) if self.run else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_given_at_once_is_what_a_dispatch_gives(name: str) -> None:
+    def answers(at_once: bool) -> list[Any]:
+        found: list[Any] = []
+        with FastFakeMode() as mode, Watching(mode.run if at_once else None):
+            for _ in range(4):
+                x = torch.empty(4, 6)
+                try:
+                    out = CALLS[name](x)
+                except RuntimeError as error:
+                    found.append(type(error))
+                    continue
+                for tensor in out:
+                    keys = torch._C._dispatch_key_set(tensor)
+                    shared = tensor.untyped_storage()._cdata == x.untyped_storage()._cdata
+                    own = {k: v for k, v in tensor.__dict__.items() if k != "fake_mode"}
+                    found.append((metadata(tensor), str(keys), own, shared))
+                    assert tensor.fake_mode is mode
+        return found
+
+    assert answers(at_once=True) == answers(at_once=False)
+
+
+def test_what_is_known_is_given_without_another_dispatch(monkeypatch) -> None:
+    with FastFakeMode() as mode, Watching(mode.run):
+        x = torch.empty(4, 6)
+        _ = x * 2
+        monkeypatch.setattr(FastFakeMode, "__torch_dispatch__", None)  # from now on it fails
+        assert (x * 2).shape == (4, 6)
+
+
+def test_a_mode_in_between_sees_all_operators() -> None:
+    with FastFakeMode() as mode, Watching() as between, Watching(mode.run) as above:
+        for _ in range(3):
+            x = torch.empty(4, 6)
+            _ = x * 2
+    assert between.seen == above.seen
+    assert len(above.seen) == 6
+
+
+def test_a_mode_that_is_switched_off_gives_no_factory_an_answer() -> None:
+    with FastFakeMode() as mode, Watching(mode.run):
+        torch.zeros(3)
+        torch.zeros(3)
+        with unset_fake_temporarily():
+            assert type(torch.zeros(3)) is torch.Tensor
+
+
 def test_what_is_remembered_is_used() -> None:
     with FastFakeMode() as mode:
         x = torch.empty(4, 6)
@@ -140,7 +205,7 @@ def test_results_that_depend_on_values_are_never_remembered() -> None:
         y.t_()
         assert y.shape == (4, 6)
         answers = {key[0]: answer for key, answer in mode.remembered.items()}
-        assert answers.pop(torch.ops.aten.empty.memory_format) is not None
+        assert answers.pop(id(torch.ops.aten.empty.memory_format)) is not None
         assert set(answers.values()) <= {None}
 
 
@@ -151,4 +216,4 @@ def test_views_in_a_list_and_new_tensors_are_remembered() -> None:
         known = {key[0]: answer for key, answer in mode.remembered.items()}
     aten = torch.ops.aten
     for operator in (aten.empty.memory_format, aten.zeros.default, aten.split.Tensor):
-        assert known[operator] is not None, operator
+        assert known[id(operator)] is not None, operator

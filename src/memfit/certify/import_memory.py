@@ -2,8 +2,8 @@
 
 A run on a CPU holds its interpreter and libraries beside its tensors, and a limit there counts
 them. Measuring that takes a fresh process that imports all that a run imports, much of which no
-traced step needs. The figure is cached under the digest of what it depends on: the interpreter, every
-package that is installed, memfit's own files, the machine, and what of the environment steers
+traced step needs. The figure is cached under the digest of what it depends on: the interpreter,
+every package that is installed, memfit's own files, the machine, and what of the environment steers
 allocators, thread pools and optional imports. A damaged entry is none.
 """
 
@@ -29,7 +29,7 @@ STEERING = (
 def measure_imports(*, adapters: bool) -> int | None:
     """Anonymous bytes of a process that has imported what a run imports; None: unknown.
 
-    Taken from the cache, else measured in this process, which has done nothing else yet, and cached.
+    Taken from the cache, else measured in this process, which has done nothing else yet.
     adapters: with what LoRA's run imports.
     """
     file = _file(adapters) if not cache.switched_off() else None  # before anything is imported:

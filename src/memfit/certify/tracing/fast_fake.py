@@ -7,7 +7,7 @@ plain fake tensors are described. Whatever is not plain goes to torch, as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ _HIDDEN_INPUTS = frozenset(
     {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 )  # the result, or an argument's shape, depends on more than the arguments' metadata
 
+_count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
+_no_dispatch: Any = torch._C._DisableTorchDispatch
+
 
 class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Gives the tensors that FakeTensorMode gives, in a third of its time."""
@@ -41,6 +45,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         # operators whose results depend on values -> what a trace takes them as, of mode, arguments
         self.rules: dict[Any, Callable[..., Any]] = {}
         self.remembered: dict[Hashable, _Answer | None] = {}  # None: ask torch each time
+        self._known: list[Any] = []  # the operators of the keys, whose identities stay theirs
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -55,24 +60,54 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs: Any = None,
     ) -> Any:
         """The operator's outputs: remembered, or torch's, which are then remembered."""
-        if func in self.rules:
+        if self.rules and func in self.rules:
             return self.rules[func](self, *args, **(kwargs or {}))
-        described: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         tensors: list[FakeTensor] = []
-        plain = self._describe(args, described, tensors)
-        if plain and kwargs:
-            described += kwargs
-            plain = self._describe(kwargs.values(), described, tensors)
-        if not plain or not (tensors or func in _FACTORIES):
+        key = self._describe_call(func, args, kwargs, tensors)
+        if key is None:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
-        key = tuple(described)
         answer = self.remembered.get(key)
         if answer is not None:
             return answer.give(self, tensors)
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
         if key not in self.remembered:
             self.remembered[key] = _learn(self, func, tensors, out)
+            self._known.append(func)
         return out
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The operator's outputs, for the dispatch of a mode that stands right above this one.
+
+        A remembered answer comes at once: another dispatch would take as long as making it.
+        """
+        # nothing but this mode is below: no mode that wants to see the operator, too
+        if _count_modes() == 1 and _mode_at(0) is self and not (self.rules and func in self.rules):
+            tensors: list[FakeTensor] = []
+            key = self._describe_call(func, args, kwargs, tensors)
+            answer = None if key is None else self.remembered.get(key)
+            if answer is not None:
+                with _no_dispatch():
+                    return answer.give(self, tensors)
+        return func(*args, **kwargs)
+
+    def _describe_call(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        tensors: list[FakeTensor],
+    ) -> Hashable | None:
+        """All that the results can depend on, and the tensors among it; None when that is not
+        plain. Operators count by identity: hashing one runs Python.
+        """
+        described: list[Any] = [
+            id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled(),
+        ]  # fmt: skip
+        plain = self._describe(args, described, tensors)
+        if plain and kwargs:
+            described += kwargs
+            plain = self._describe(kwargs.values(), described, tensors)
+        return tuple(described) if plain and (tensors or func in _FACTORIES) else None
 
     def _describe(self, values: Any, described: list[Any], tensors: list[FakeTensor]) -> bool:
         """Append all that an operator's result can depend on; False when that is not plain."""

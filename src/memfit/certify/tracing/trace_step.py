@@ -127,6 +127,7 @@ def traced(
         if rules := outlier_rules(recipe):
             mode.rules.update(rules)
         mode.allow_non_fake_inputs = recipe.parallel.world > 1  # shards are cut on meta
+        recorder.run = getattr(mode, "run", None)  # torch's own mode has none
         stack.enter_context(recorder)
         try:
             yield mode

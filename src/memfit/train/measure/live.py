@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.parallelism.collectives import buffers, meshes_outside_modes, propagation
+from memfit.parallelism.collectives import BUFFERS, buffers, meshes_outside_modes, propagation
 from memfit.parallelism.whole import sharers
 from memfit.records.ledger import Entry, Kind, Ledger, Phase
 from memfit.records.results import Tensor as TensorRow
@@ -30,6 +29,7 @@ from memfit.train.measure.source import find_source
 from memfit.train.measure.storages import Block, describe, inner_tensors, is_wrapper, resizes
 
 Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any]], int]  # bytes inside one operator
+Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]  # the outputs of one operator
 
 _DEVICE_OF_FAKE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -37,10 +37,21 @@ _sequence_number: Callable[[], int] | None = getattr(torch.autograd, "_get_seque
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 
 
-@cache
+_names: dict[int, tuple[str, str, Any]] = {}  # by identity: hashing an operator runs Python
+
+
+def find_names(operator: Any) -> tuple[str, str, Any]:
+    """(`mm.default`, `aten.mm.default`, the operator), composed once."""
+    found = _names.get(id(operator))
+    if found is None:
+        full = str(operator)
+        found = _names[id(operator)] = (getattr(operator, "__name__", full), full, operator)
+    return found
+
+
 def full_name(operator: Any) -> str:
-    """Return `aten.mm.default`, cached: `str` composes it anew at each operator's call."""
-    return str(operator)
+    """Return `aten.mm.default`."""
+    return find_names(operator)[1]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -65,6 +76,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0  # bytes alive now
         self.blocks: list[Block] = []
         self.stream = 0  # what new blocks are allocated on
+        self.run: Run | None = None  # what runs an operator; None calls it
         self._sharded = False  # whether FSDP2's operators may be met
         self._hidden = 0  # > 0 while DTensor runs operators on shapes alone
         self._device_type = device_type
@@ -266,7 +278,7 @@ class LiveBytes(TorchDispatchMode):
         """Run the operator and count what it returned."""
         if func is _DEVICE_OF_FAKE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # first, as it is asked for more often than all else
-        if any(is_wrapper(kind) for kind in types):
+        if any([kind is not FakeTensor and is_wrapper(kind) for kind in types]):
             return NotImplemented  # its class runs operators on the tensors inside, seen here
         kwargs = kwargs or {}
         if self._hidden:
@@ -274,9 +286,9 @@ class LiveBytes(TorchDispatchMode):
         if func is _WAIT and isinstance(args[0], FakeTensor):
             return args[0]  # as it does; the fake one would make a tensor
         inside = self._workspace(func, args, kwargs) if self._workspace else 0
-        name = func.__name__ if hasattr(func, "__name__") else str(func)
+        name, full, _ = find_names(func)
         index = self._allocate(inside, name, Kind.WORKSPACE, False) if inside else -1
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs) if self.run else func(*args, **kwargs)
         if torch.is_grad_enabled():
             self._remember_node()
         if isinstance(out, Tensor):
@@ -285,8 +297,8 @@ class LiveBytes(TorchDispatchMode):
             self._track_all(out, name)
         if index >= 0:
             self._release(index)
-        if self._sharded:
-            for kind, tensor in buffers(full_name(func), args, kwargs):
+        if self._sharded and full in BUFFERS:
+            for kind, tensor in buffers(full, args, kwargs):
                 self._label(tensor, kind)
         return out
 
