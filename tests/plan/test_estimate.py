@@ -1,15 +1,22 @@
 """The search's estimate: the same whether its lines are simulated or answered by a closed form."""
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from memfit import api
+from memfit.adapters import find_adapter
+from memfit.catalog import find_device
+from memfit.families import read_model
+from memfit.plan.memory.predicted_memory import predict_peak
 from memfit.plan.request.problem import first_recipe, read_problem
 from memfit.plan.search import estimate
 from memfit.plan.search.candidate import Candidate
-from memfit.plan.search.estimate import Estimate
+from memfit.plan.search.estimate import Estimate, count_least
 from memfit.plan.simulate import closed_form
 from memfit.plan.simulate.recompute import RecomputedBlocks
+from memfit.records.recipe import Parallel
 
 # one model of each family whose blocks alternate attention, and one whose blocks are all alike
 ALTERNATING = {"gemma-2-2b": 26, "gemma-3-1b": 26, "smollm3-3b": 36}
@@ -75,3 +82,41 @@ def test_an_estimate_is_near_the_prediction_under_every_treatment_of_blocks(name
                 )
                 error = made.peak(micro, again, chunk) / exact.peak - 1
                 assert abs(error) < 0.02, (length, micro, again, chunk)
+
+
+H100 = find_device("h100-sxm")
+BOUNDED: dict[str, tuple[dict[str, Any], Parallel]] = {
+    "full": ({}, Parallel()),
+    "pure bf16": ({"precision": "bf16"}, Parallel()),
+    "states in 8 bits": ({"optimizer.name": "adamw8bit"}, Parallel()),
+    "a rank of factors": ({"optimizer.name": "adafactor"}, Parallel()),
+    "within backward": ({"optimizer.in_backward": True, "micro_batch": 4,
+                         "optimizer.clip_norm": 0}, Parallel()),
+    "states on the host": ({"offload": "optimizer", "micro_batch": 4, "optimizer.clip_norm": 0},
+                           Parallel()),
+    "activations on the host": ({"offload": "activations"}, Parallel()),
+    "lora": ({"method": "lora"}, Parallel()),
+    "over nf4": ({"method": "lora", "base_format": "nf4"}, Parallel()),
+    "shards": ({}, Parallel(dp_shard=8)),
+    "shards of adapters": ({"method": "lora"}, Parallel(dp_shard=3)),
+    "copies": ({}, Parallel(dp_replicate=4)),
+    "shared products": ({"lean": "none"}, Parallel(dp_shard=2, tp=2, sequence_parallel=True)),
+    "stages": ({"lean": "none"}, Parallel(dp_shard=2, pp=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_no_prediction_is_below_what_is_always_there(name: str) -> None:
+    """A search leaves out unseen what needs more: one row of few tokens is the hardest case."""
+    changes, parallel = BOUNDED[name]
+    stated = {
+        "method": "full", "precision": "bf16-mixed", "micro_batch": 1, "recompute": "full",
+        "loss": "plain", "task.sequence_length": 64, "task.global_batch": 4, "task.packing": False,
+    } | changes  # fmt: skip
+    name = "llama-3.1-8b" if parallel.tp * parallel.pp > 1 else "pythia-70m"
+    recipe = api.predict(api.read(name, device="h100-sxm", changes=stated)).recipe
+    recipe = replace(recipe, parallel=parallel)
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    least = count_least(model, recipe, H100)
+    peak = predict_peak(model, recipe, H100)
+    assert 0.15 * peak < least <= peak

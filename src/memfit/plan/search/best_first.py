@@ -92,11 +92,22 @@ def _nearest(problem: Problem, failed: list[Candidate]) -> Found:
     """The candidate that needs the least, where none keeps a margin."""
     if not failed:  # a batch of too few rows for all devices, and no mesh that shares products
         check_batch(problem.request, Parallel(dp_shard=problem.request.devices))
-    nearest = min(failed, key=lambda c: (c.needs, c.about))
+    nearest = _least_of(failed)
     choice = _choose(nearest)
     if choice.memory.verdict != "does_not_fit":
         choice = choice._replace(assumptions=(TIGHT,))
     return Found(assemble(problem, choice, list_considered(nearest, failed)), choice)
+
+
+def _least_of(failed: Sequence[Candidate]) -> Candidate:
+    """The first that needs the least; none is predicted whose weights and states are more."""
+    bounds = [(c.needs_at_least, number) for number, c in enumerate(failed)]
+    best: tuple[float, int, int] = inf, 0, 0
+    for bound, number in sorted(bounds):
+        if bound > best[0]:
+            break
+        best = min(best, (failed[number].needs, failed[number].about, number))
+    return failed[best[2]]
 
 
 def _choose(candidate: Candidate, assumptions: tuple[str, ...] = ()) -> Choice:

@@ -27,12 +27,12 @@ from memfit.plan.memory.verdict import (
     find_streams,
 )
 from memfit.plan.request.problem import Problem
-from memfit.plan.search.estimate import Estimate
+from memfit.plan.search.estimate import Estimate, count_least
 from memfit.plan.simulate.recompute import RecomputedBlocks
 from memfit.plan.step_time.predicted_time import Totals, relative_seconds, sum_up
 from memfit.records.ledger import Ledger
 from memfit.records.model import Model
-from memfit.records.recipe import Recipe
+from memfit.records.recipe import Optimizer, Parallel, Recipe
 from memfit.records.results import Memory
 
 COMPILED = (
@@ -49,6 +49,8 @@ class Ratio:
     """What the last replay of a near candidate had beside the peak of the closed form."""
 
     def __init__(self) -> None:
+        # what is always there, by what it depends on beside method and precision
+        self.least: dict[tuple[Optimizer, Parallel, str], int] = {}
         self.value = SLACK.typical  # reserved bytes, over the peak
         self.blocks = 0  # bytes of blocks, above the peak
         self.ends = LEAST, MOST  # between which that of another candidate may lie
@@ -192,6 +194,8 @@ class Candidate:
         """Whether this share of the peak is too much; the first stage that is decides."""
         if "peak" in self.__dict__:
             return self._about(self.peak * share) > usable
+        if self._about(self.least * share) > usable:
+            return True
         highest = 0
         for _, peak in predict_stages(self.model, self.recipe, self.problem.device):
             highest = max(highest, peak)
@@ -225,6 +229,15 @@ class Candidate:
         return predict_peak(self.model, self.recipe, self.problem.device)
 
     @property
+    def least(self) -> int:
+        """Bytes below which `peak` does not lie; counted once for all rows and recomputations."""
+        r = self.recipe
+        key = r.optimizer, r.parallel, r.offload
+        if key not in self.ratio.least:
+            self.ratio.least[key] = count_least(self.model, r, self.problem.device)
+        return self.ratio.least[key]
+
+    @property
     def exact(self) -> bool:
         """Whether `about` is the prediction itself."""
         return self.estimate is None or "peak" in self.__dict__
@@ -249,19 +262,39 @@ class Candidate:
     @property
     def needs(self) -> int:
         """The bytes of the device that `about` comes to, without a band."""
-        return self._show(tight=True)
+        return self._show(None, tight=True)
+
+    @property
+    def needs_at_least(self) -> int:
+        """Never more than `needs`, and found without a prediction."""
+        return self._show(self.least, tight=True) if self._is_dear else self.needs
+
+    @property
+    def _is_dear(self) -> bool:
+        """Whether `about` asks for a prediction that is not made yet."""
+        known = self.__dict__.keys() & {"peak", "needed"}
+        return self.estimate is None and not known and not self.problem.device.is_cpu
 
     @property
     def likely(self) -> bool:
         """Whether it fits by `about`."""
-        return self.problem.usable is None or self.line <= self.problem.usable
+        usable = self.problem.usable
+        if usable is None:
+            return True
+        if (
+            self._is_dear
+            and self._show(self.least, tight=self.problem.request.limits.tight) > usable
+        ):
+            return False
+        return self.line <= usable
 
     @property
     def line(self) -> int:
         """Return what is compared with usable memory: the band; with `limits.tight` its middle."""
-        return self._show(tight=self.problem.request.limits.tight)
+        return self._show(None, tight=self.problem.request.limits.tight)
 
-    def _show(self, *, tight: bool) -> int:
+    def _show(self, peak: int | None, *, tight: bool) -> int:
+        """The bytes of the device that a peak comes to; None is its own."""
         device, parallel = self.problem.device, self.recipe.parallel
         if device.is_cpu:
             return self._process(self._closed_form).against(tight=tight)
@@ -269,7 +302,8 @@ class Candidate:
             return int(known.against(tight=tight))
         slack = replace(SLACK, typical=self.ratio.value, high=self.ratio.value)
         streams = 0 if self._has_tape else find_streams(self.model, self.recipe, device)
-        return find_needed(slack, self._closed_form, device, parallel, streams).against(tight=tight)
+        base = self._closed_form if peak is None else peak
+        return find_needed(slack, base, device, parallel, streams).against(tight=tight)
 
 
 @lru_cache(maxsize=64)

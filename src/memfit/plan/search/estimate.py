@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from memfit.meta.meter import block_size
 from memfit.optimizers import find_optimizer
-from memfit.parallelism.shards import local_model
+from memfit.parallelism.shards import fullest_rank, local_model
 from memfit.plan.memory.predicted_memory import describe, without_shape, worst_batch
 from memfit.plan.simulate.blocks import AFTER_PRODUCT
 from memfit.plan.simulate.closed_form import find_answers
@@ -52,6 +52,26 @@ def applies(model: Model) -> bool:
         if w.layer >= 0:
             blocks[w.layer].append((w.shape, w.dtype, w.trainable))
     return layers >= len(TREATED) * CYCLES and all(rows == blocks[0] for rows in blocks)
+
+
+def count_least(model: Model, recipe: Recipe, device: Device) -> int:
+    """Bytes below which no prediction's peak lies, whatever the micro-batch: what is always there.
+
+    Weights, states and gradients of the rank that is predicted first, as far as all of them are on
+    the device at once.
+    """
+    if recipe.offload == "parameters":
+        return 0
+    rank = fullest_rank(model, recipe.parallel)[0] if recipe.parallel.world > 1 else 0
+    local = local_model(model, recipe.parallel, rank)
+    trained = [w for w in local.weights if w.trainable]
+    total = sum(spec.nbytes for w in local.weights for spec in w.stored.values())
+    if recipe.offload == "optimizer":
+        return total
+    optimizer = find_optimizer(recipe.optimizer)
+    state = optimizer.state if device.is_cpu else optimizer.on_device
+    total += sum(s.nbytes for w in trained for s in state(w.spec, recipe.optimizer))
+    return total + (0 if recipe.optimizer.in_backward else sum(w.nbytes for w in trained))
 
 
 def find_kinds(architecture: Architecture) -> tuple[str, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
 from memfit.core import units
 from memfit.plan.questions.replanned import learns
 from memfit.plan.request.meshes import describe_mesh
@@ -31,11 +34,23 @@ def describe(recipe: Recipe, layers: int) -> str:
 def list_considered(chosen: Candidate, tried: list[Candidate]) -> tuple[Considered, ...]:
     """The chosen one, then those that came nearest to it in time, whether they fit or not."""
     others = {_knobs(c): c for c in tried if c.recipe != chosen.recipe}
-    near = sorted(others.values(), key=lambda c: (c.seconds, c.needs))
-    fitting = [c for c in near if c.likely][:SHOWN]
-    failing = [c for c in near if not c.likely][:SHOWN]
+    fitting: list[Candidate] = []
+    failing: list[Candidate] = []
+    for c in _by_time(others.values()):
+        found = fitting if c.likely else failing
+        if len(found) < SHOWN:
+            found.append(c)
+        elif len(fitting) == len(failing):
+            break
     rows = [chosen, *sorted([*fitting, *failing], key=lambda c: c.seconds)]
     return tuple(_row(c, chosen, because=_reason(c, chosen, lever=False), changes={}) for c in rows)
+
+
+def _by_time(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """The fastest first; of equally fast ones, which alone are predicted, what needs the least."""
+    for _, equal in groupby(sorted(candidates, key=lambda c: c.seconds), key=lambda c: c.seconds):
+        own = list(equal)
+        yield from own if len(own) == 1 else sorted(own, key=lambda c: c.needs)
 
 
 def predict_levers(chosen: Candidate) -> tuple[Considered, ...]:
