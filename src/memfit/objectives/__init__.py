@@ -220,5 +220,13 @@ class Objective:
             )
 
 
+# objectives of other trainers that no step here has, and what stands for them
+NOT_BUILT = {
+    "reward": (
+        "a score head over the last token, and a model of sequence classification to load it again,"
+        " are not built",
+        "dpo, simpo, orpo, cpo and kto learn from the same data without a reward model",
+    ),
+}
 objectives: Registry[Objective] = Registry("objective", "memfit.objectives")
 find_objective = objectives.find

@@ -21,7 +21,7 @@ from memfit.core.system.reading import (
     read_text,
     shorten,
 )
-from memfit.objectives import find_objective
+from memfit.objectives import NOT_BUILT, find_objective
 from memfit.records import Record, from_data, to_data
 from memfit.records.looser import read_looser
 from memfit.records.model import ModelReference
@@ -287,6 +287,7 @@ class Request(Record, frozen=True, kw_only=True):
             return data
         check_data(data, source="the request")
         _check_keys(data)
+        _check_objective(data.get("task"))
         for key, value in data.items():
             if key != "model":  # a published config.json may hold Infinity
                 _check_finite(value, str(key))
@@ -421,6 +422,14 @@ class Request(Record, frozen=True, kw_only=True):
                         f" {', '.join(OWN_AXES)}",
                         hint=hint,
                     )
+
+
+def _check_objective(task: Any) -> None:
+    """Raise InvalidRequest for an objective that other trainers have and no step here."""
+    name = task.get("objective") if isinstance(task, Mapping) else None
+    if isinstance(name, str) and name in NOT_BUILT:
+        why, instead = NOT_BUILT[name]
+        raise InvalidRequest(f"`task.objective: {name}`: {why}", hint=instead)
 
 
 def _check_keys(value: Any) -> None:

@@ -47,8 +47,8 @@ def read_defaults(
             " describes how it predicts tokens, not how it samples and judges answers",
             hint="use `framework: memfit` on one device",
         )
-    check_pairs(request)
     check_described(request)
+    check_pairs(request)
     reference = find_reference(request.model)
     model = families.read_model(reference)
     device = device or find_device(request.hardware.device)

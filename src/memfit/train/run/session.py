@@ -203,7 +203,7 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         error = evaluated[-1].get("evaluation_error", 0.0)
         measured = _measured(evaluations[-1][1], unit, held_out)
         found["loss.evaluation"] = replace(measured, spread=error)
-    found |= _measure_rewards(rows, held_out)
+    found |= _measure_rewards(rows, held_out, "answers" if session.recipe.rates else "pairs")
     found |= measure_rollouts(rows, plain)
     if rows and "loss_rounded" in rows[0] and evaluations:
         kind = session.recipe.qat
@@ -289,11 +289,14 @@ def _find_fullest(recipe: Recipe, runs: list[Run]) -> int:
     return fullest_rank(model, recipe.parallel)[0]
 
 
-def _measure_rewards(rows: list[dict[str, Any]], held_out: str) -> dict[str, Measurement]:
-    """Of pairs: what the last step, and the last evaluation, put right and by how much."""
+def _measure_rewards(
+    rows: list[dict[str, Any]], held_out: str, what: str
+) -> dict[str, Measurement]:
+    """Of pairs or rated answers: what the last step, and the last evaluation, put right and by how
+    much."""
     found: dict[str, Measurement] = {}
     for prefix, name, counter in (
-        ("", "final", "the last step's pairs"), ("evaluation_", "evaluation", held_out),
+        ("", "final", f"the last step's {what}"), ("evaluation_", "evaluation", held_out),
     ):  # fmt: skip
         last = next((r for r in reversed(rows) if f"{prefix}reward_margin" in r), None)
         if last is not None:
