@@ -2,11 +2,14 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from memfit.records.results import Verdict
+from memfit.records import read_json
+from memfit.records.results import Run, Verdict
 from typed_commands import quick, strict
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -54,6 +57,33 @@ def test_the_quick_start_trains_and_reports(tmp_path, monkeypatch):
         code, _, err = quick(*arguments)
         check_code(command, code, err)
     assert (tmp_path / "runs/first/report.html").stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
+def test_the_page_on_objectives_learns_from_rewards(tmp_path, monkeypatch):
+    """Of its 120 iterations the first four; its request is the recipe's, whose data is made so."""
+    text = (DOCS / "objectives.md").read_text()
+    (request,) = (body for body in blocks(text, "yaml") if "objective: grpo" in body)
+    recipe = (DOCS.parent / "recipes" / "next-digit_grpo_cpu.yaml").read_text()
+    assert recipe.endswith(request)
+    made = re.search(r'python -c "(.*)" > prompts.jsonl', recipe)[1]
+    done = subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, check=True)
+    shown = blocks(text, "text")[0]
+    assert done.stdout.startswith(shown)
+    assert len(done.stdout.splitlines()) == 10
+    (tmp_path / "prompts.jsonl").write_text(done.stdout)
+    (tmp_path / "request.yaml").write_text(request)
+    monkeypatch.chdir(tmp_path)
+    for command in commands_of(DOCS / "objectives.md"):
+        _, *arguments = shlex.split(command, comments=True)
+        if arguments[0] == "train":
+            arguments += ["--steps", "4"]
+        code, _, err = quick(*arguments)
+        check_code(command, code, err)
+    run = read_json(tmp_path / "runs" / "next" / "run.json", Run)
+    assert [step for step, _ in run.rewards] == [1, 2, 3, 4]
+    assert run.answers
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from memfit.records import from_data, to_data
 from memfit.records.recipe import Preference
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 from memfit.records.request import Request
+from memfit.train.measure.counters import measure
 from memfit.train.step.build import build_model
 from tiny_models import CONFIGS, make_recipe
 
@@ -196,3 +197,18 @@ def test_rloo_has_none_of_grpo_s_losses():
 def test_no_other_trainer_s_file_claims_rollouts(tool):
     with pytest.raises(InvalidRequest, match="cannot be written for"):
         api.export(plan(ask()), tool)
+
+
+def test_words_of_trl_are_answered_with_ours():
+    for key, value, ours in (
+        ("num_generations", 8, "rollout.num_generations: 8"), ("epsilon", 0.3, "policy.epsilon"),
+        ("reward_funcs", ["number"], "reward.funcs"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest) as error:
+            ask(**{key: value})
+        assert ours in error.value.hint
+
+
+def test_no_few_steps_on_random_tokens_stand_for_rollouts():
+    with pytest.raises(InvalidRequest, match="say nothing of rollouts"):
+        measure(plan(ask()).recipe, find_device("h100-sxm"))

@@ -25,7 +25,9 @@ OWN = {
     "trainer_type": "sft", "objective": "sft", "lora_target_modules": "q_proj, v_proj",
     "lora_target": "all", "target_modules": ["q_proj"], "deepspeed": "ds_z3_config.json",
     "fsdp": "full_shard auto_wrap", "sharding_strategy": "SHARD_GRAD_OP", "bits": 8,
-    "quantization_bit": 4,
+    "quantization_bit": 4, "mask_truncated_completions": True, "use_bias_correction_kl": True,
+    "scale_rewards": "batch", "importance_sampling_level": "sequence",
+    "reward_funcs": ["number"],
 }  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PARTS = ("rollout", "reward", "score", "update", "save")
-LATEST = 3  # of a part's beginnings after a start, at which one it is killed
+LATEST = 3  # of a part's beginnings after a start, at which one it is killed; a save is the first,
+# as the run would be at its end before ten kills otherwise
 
 
 class Runs:
@@ -40,7 +41,8 @@ class Runs:
 
     def kill(self, folder: Path, part: str, chance: random.Random) -> bool:
         """Kill it at a random moment of a part; whether it was still in that part."""
-        pid, left = self._start(folder), chance.randint(1, LATEST)
+        latest = 1 if part == "save" else LATEST
+        pid, left = self._start(folder), chance.randint(1, latest)
         last = ""
         while left:
             last = self._read()

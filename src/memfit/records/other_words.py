@@ -194,6 +194,13 @@ WORDS: dict[str, Word] = {
     "gradient_accumulation_steps": _batch, "grad_accum": _batch, "gradient_accumulation": _batch,
     "beta": _key("preference.beta"), "dpo_beta": _key("preference.beta"),
     "pref_beta": _key("preference.beta"), "objective": _stage,
+    # sampled answers, in TRL's words
+    **{name: _key(f"rollout.{name}") for name in
+       ("num_generations", "max_prompt_length", "max_completion_length", "temperature")},
+    **{name: _key(f"policy.{name}") for name in
+       ("epsilon", "epsilon_high", "delta", "num_iterations", "scale_rewards",
+        "importance_sampling_level", "mask_truncated_completions", "use_bias_correction_kl")},
+    "reward_funcs": _key("reward.funcs"),
     # how a step computes
     **dict.fromkeys(
         ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing",
