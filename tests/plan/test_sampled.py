@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from memfit import api
+from memfit.catalog import find_device
 from memfit.core.errors import InvalidRequest
 from memfit.plan.request.wording import restate
 from memfit.records import from_data, to_data

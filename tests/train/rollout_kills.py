@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 HERE = Path(__file__).parent
 PARTS = ("rollout", "reward", "score", "update", "save")
-LATEST = 3  # of a part's beginnings after a start, at which one it is killed; a save is the first,
-# as the run would be at its end before ten kills otherwise
+LATEST = 3  # of a part's beginnings after a start, at which one it is killed
 
 
 class Runs:
@@ -21,7 +21,7 @@ class Runs:
 
     def __init__(self, process: subprocess.Popen[str], data: Path, cache: Path) -> None:
         self._process, self._data, self._cache = process, data, cache
-        self.seconds: dict[str, float] = {}  # of each part, the longest that was seen
+        self.seconds: dict[str, list[float]] = {}  # of each part, every time that was seen whole
 
     def whole(self, folder: Path) -> None:
         """A run that nobody disturbs, or the rest of one."""
@@ -32,8 +32,7 @@ class Runs:
             if line in PARTS:
                 began = line, now
             elif line == "." and began[0]:
-                held = now - began[1]
-                self.seconds[began[0]] = max(held, self.seconds.get(began[0], 0.0))
+                self.seconds.setdefault(began[0], []).append(now - began[1])
                 began = "", 0.0
             elif line.startswith("ended"):
                 assert line == "ended 0", "the run failed"
@@ -41,14 +40,13 @@ class Runs:
 
     def kill(self, folder: Path, part: str, chance: random.Random) -> bool:
         """Kill it at a random moment of a part; whether it was still in that part."""
-        latest = 1 if part == "save" else LATEST
-        pid, left = self._start(folder), chance.randint(1, latest)
+        pid, left = self._start(folder), chance.randint(1, LATEST)
         last = ""
         while left:
             last = self._read()
             assert not last.startswith("ended"), "it had ended before its moment"
             left -= last == part
-        time.sleep(chance.uniform(0, self.seconds[part]))
+        time.sleep(chance.uniform(0, median(self.seconds[part])))
         os.kill(pid, signal.SIGKILL)
         while not (line := self._read()).startswith("ended"):
             last = line
@@ -68,6 +66,12 @@ class Runs:
         line = self._process.stdout.readline()
         assert line, "the process that starts runs is gone"
         return line.strip()
+
+
+def newest(folder: Path) -> int:
+    """The step of the newest checkpoint; 0 without one."""
+    found = (folder / "checkpoints").glob("step-*")
+    return max((int(path.name.removeprefix("step-")) for path in found), default=0)
 
 
 @contextmanager
