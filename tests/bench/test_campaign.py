@@ -1,5 +1,6 @@
 """A seeded share of the campaign, and every input that once broke a reader, read again."""
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench" / "campaign"))
 
+import relations  # noqa: E402
 from fuzz import WHOLE, judge  # noqa: E402
 from mutate import minimise, mutate  # noqa: E402
 from readers import all_readers, draw  # noqa: E402
@@ -67,3 +69,33 @@ def test_mutations_change_most_inputs_and_the_seed_decides_them():
     made = [mutate(random.Random(seed), content) for seed in range(100)]
     assert made == [mutate(random.Random(seed), content) for seed in range(100)]
     assert len(set(made)) > 90
+
+
+def ask_relations(monkeypatch, out, count):
+    monkeypatch.setattr(sys, "argv", ["relations.py", "--count", str(count), "--out", str(out)])
+    return relations.main(), json.loads(out.read_bytes())
+
+
+def test_a_share_of_the_relations_holds_and_the_campaign_goes_on_where_it_stopped(
+    monkeypatch, tmp_path
+):
+    code, found = ask_relations(monkeypatch, tmp_path / "found.json", 4)
+    assert (code, found["requests"], found["violations"]) == (0, 4, [])
+    asked = []
+    monkeypatch.setattr(
+        relations, "ask", lambda data, ask=relations.ask: asked.append(data) or ask(data)
+    )
+    code, found = ask_relations(monkeypatch, tmp_path / "found.json", len(relations.RELATIONS))
+    assert (code, found["requests"], found["violations"]) == (0, len(relations.RELATIONS), [])
+    assert set(found["relations"].values()) == {1}
+    assert asked[0] == relations.draw(random.Random("1 4"))
+
+
+def test_a_relation_that_does_not_hold_is_found(monkeypatch, tmp_path):
+    sizes = iter((2, 1))
+    monkeypatch.setattr(relations, "held", lambda plan: next(sizes))
+    code, found = ask_relations(monkeypatch, tmp_path / "found.json", 1)
+    assert code == 1
+    (wrong,) = found["violations"]
+    assert (wrong["request"], wrong["relation"]) == (0, "more layers")
+    assert "2 B, of more 1 B" in wrong["wrong"]
