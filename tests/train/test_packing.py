@@ -12,6 +12,7 @@ from tiny_runs import tiny_recipe
 from memfit.core.errors import InvalidRequest
 from memfit.records.recipe import Parallel
 from memfit.records.shapes import RowBounds
+from memfit.train.data import packed_rows
 from memfit.train.data import sampler as sampler_module
 from memfit.train.data.packing import (
     Piece,
@@ -181,6 +182,31 @@ def test_costs_are_those_of_the_rows_one_by_one(lengths, width, packed, first):
             sizes.append(width - sum(sizes))
         want.append([sum(sizes), len(sizes), max(sizes)])
     assert rows.costs(first, 50).tolist() == want
+
+
+def test_packed_rows_are_read_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(packed_rows, "WORTH", 3)
+    lengths = np.array([9, 3, 4, 7, 2])
+    own = corpus(lengths)._replace(folder=tmp_path)
+    pack, packed = packed_rows.pack_best_fit, []
+    monkeypatch.setattr(
+        packed_rows, "pack_best_fit", lambda *a, **k: packed.append(a) or pack(*a, **k)
+    )
+
+    def read(width, seed, cut):
+        found = list(packed_rows.read_packed_rows(own, lengths, width, seed, cut=cut))
+        assert found == list(pack(lengths, width, seed, cut=cut))
+        return len(packed)
+
+    assert [read(8, 0, True), read(8, 0, True)] == [1, 1]
+    assert [read(8, 0, False), read(6, 0, True), read(8, 1, True)] == [2, 3, 4]
+    (damaged, *_) = tmp_path.glob("rows-*")
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert [read(8, 0, True), read(8, 0, False), read(6, 0, True), read(8, 1, True)][-1] == 5
+    read(5, 0, True), read(4, 0, True)
+    assert len(list(tmp_path.iterdir())) == packed_rows.MOST
+    monkeypatch.setattr(packed_rows, "WORTH", 6)
+    assert read(8, 0, True) == len(packed) == 8
 
 
 def test_best_fit_takes_the_row_with_the_least_room():

@@ -13,6 +13,7 @@ from memfit.parallelism.context import own_parts, row_multiple
 from memfit.records.recipe import Recipe
 from memfit.records.shapes import RowBounds
 from memfit.train.data.mismatched import MismatchedRows
+from memfit.train.data.packed_rows import read_packed_rows
 from memfit.train.data.packing import (
     Array,
     PairRows,
@@ -21,7 +22,6 @@ from memfit.train.data.packing import (
     StreamRows,
     TableRows,
     one_a_row,
-    pack_best_fit,
 )
 from memfit.train.data.tokens import Corpus
 
@@ -322,7 +322,9 @@ def build_rows(
     elif packing and not sft:
         rows = StreamRows(lengths, width, seed)
     elif packing:
-        rows = TableRows(pack_best_fit(lengths, width, seed, cut=cut), width, seed, packed=True)
+        rows = TableRows(
+            read_packed_rows(corpus, lengths, width, seed, cut=cut), width, seed, packed=True
+        )
     else:
         rows = TableRows(one_a_row(lengths, width, cut=cut), width, seed, packed=False)
     return rows, tuple(told)

@@ -47,6 +47,7 @@ class Corpus(NamedTuple):
     learned: Array | None
     digest: str  # names the content: the cache's key
     notes: tuple[str, ...]  # what was passed over, for the user to read
+    folder: Path | None = None  # of the cache, which holds it
 
     @property
     def documents(self) -> int:
@@ -127,7 +128,7 @@ def _open(folder: Path, key: str, notes: tuple[str, ...]) -> Corpus | None:
 
     learned = read("learned.bin", "uint8") if "learned.bin" in sizes else None
     tokens, offsets = read("tokens.bin", meta["dtype"]), read("offsets.bin", "int64")
-    return Corpus(tokens, offsets, learned, key, notes)
+    return Corpus(tokens, offsets, learned, key, notes, folder)
 
 
 def _make(

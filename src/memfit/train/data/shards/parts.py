@@ -103,7 +103,7 @@ def write_part(folder: Path, number: int, tokens: Tokens) -> None:
 
 def read_part(folder: Path, number: int) -> Tokens:
     """A finished shard's tokens."""
-    with np.load(_part(folder, number)) as held:
+    with _part(folder, number).open("rb") as file, np.load(file) as held:
         learned = held["learned"]
         place, head, tail = json.loads(str(held["rest"]))
         flags = learned if len(learned) else None
