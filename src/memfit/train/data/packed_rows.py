@@ -1,4 +1,4 @@
-"""Packed rows of many examples, kept beside their tokens: packing them takes seconds.
+"""Packed rows of many examples, stored beside their tokens: packing them takes seconds.
 
     <corpus>/rows-<digest>.npz    the arrays of a `RowTable`
 
