@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
+from memfit.core import units
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.system import memory
 from memfit.train.data import tokens
@@ -244,6 +245,24 @@ def test_the_first_error_is_the_one_that_is_named(tokenizer, tmp_path, small):
         read(tmp_path / "a.jsonl", tokenizer, tmp_path / "cache")
     assert error.value.hint == "leave such examples out"
     assert not list((tmp_path / "cache" / "tokens").iterdir()), "nothing is left behind"
+
+
+@pytest.mark.parametrize("many", [True, False], ids=["processes", "one process"])
+def test_much_data_says_how_far_it_is(many, data, tokenizer, tmp_path, small, monkeypatch):
+    monkeypatch.setattr(workers, "ENOUGH", 0 if many else 2**60)
+    said = []
+    monkeypatch.setattr(tokens, "INTERVAL", 0.0)
+    read(data, tokenizer, tmp_path / "little", say=said.append)
+    assert said[-1].startswith("tokenised 606 documents, ")
+    monkeypatch.setattr(tokens, "INTERVAL", 1e9)
+    monkeypatch.setattr(tokens, "MUCH", 0)
+    said.clear()
+    corpus = read(data, tokenizer, tmp_path / "much", say=said.append)
+    size = sum(p.stat().st_size for p in data.iterdir())
+    assert said == [f"tokenising {units.show_bytes(size)} of data"]
+    read(data, tokenizer, tmp_path / "much", say=said.append)
+    assert len(said) == 1, "nothing is said of tokens that are there"
+    assert corpus.documents == 606
 
 
 def test_little_memory_and_one_core_mean_one_process(data, tokenizer, tmp_path, small, monkeypatch):

@@ -5,7 +5,7 @@ Nothing here is a prediction: the search proposes, and what is named has been ce
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ def certify(
     tape: Path | None = None,
     rank: int | None = None,
     imports: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Certificate:
     """Run the recipe's own step on fake tensors of its device; raises NotCertified.
 
@@ -50,7 +51,7 @@ def certify(
     the rows of `shapes.bounds_of`. tape: where a `certify.recording` is written, for
     `write_timeline`. rank: of the recipe's mesh; None certifies the fullest. imports: bytes
     measured that a run on this CPU holds before its first tensor; None measures them in the process
-    that certifies.
+    that certifies. say: called with how far the data is tokenised, where that takes a while.
     """
     from memfit import certify as certification
 
@@ -62,7 +63,7 @@ def certify(
     if request is not None and request.task.data:
         from memfit.train.data.prepare import find_bounds
 
-        data, held_out = find_bounds(request, recipe)
+        data, held_out = find_bounds(request, recipe, say=say)
     return certification.certify(
         recipe, device, usable, data=data, held_out=held_out, tape=tape, rank=rank
     )

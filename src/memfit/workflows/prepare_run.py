@@ -53,7 +53,7 @@ def prepare(
     other library versions, or of other data.
     Raises DoesNotFit and NotCertified unless overridden, InvalidRequest (another request's folder).
     """
-    check_folder(folder, [request, request := find_lengths(request)])
+    check_folder(folder, [request, request := find_lengths(request, say)])
     made = _plan_of(folder, request)
     if made is not None:
         prepared = _reuse(request, made, folder, say, override=override, imports=imports)
@@ -85,14 +85,14 @@ def read_prepared(folder: Path) -> Prepared:
     )
 
 
-def find_lengths(request: Request) -> Request:
+def find_lengths(request: Request, say: Say = lambda _: None) -> Request:
     """The request with its epochs counted in steps, which needs its data tokenised (once)."""
     from memfit.train.data import prepare as preparing
 
     start = problems.read_own_problem(request)
     length = problems.sequence_length(request, start.model)
     memory = request.limits.memory_bytes if start.device.is_cpu else None
-    return preparing.find_lengths(request, start.reference, length, memory=memory)
+    return preparing.find_lengths(request, start.reference, length, memory=memory, say=say)
 
 
 def find_machine(request: Request, imports: int | None = None) -> Device:
@@ -143,7 +143,7 @@ def _reuse(
     file = folder / "certificate.json"
     proof = _read_certificate(file, say)
     if proof is not None:
-        stale = why_stale(proof, made, find_bounds(request, made.recipe))
+        stale = why_stale(proof, made, find_bounds(request, made.recipe, say=say))
         if not stale:
             return _judged(Prepared(request=request, plan=made, certificate=proof), override)
         say(f"`{file}` does not hold: {stale}; certifying again")
@@ -176,7 +176,9 @@ def _certify(
 ) -> Certificate | None:
     """The plan's certificate. Where none can be made: NotCertified, or None when overridden."""
     try:
-        return certify(made.recipe, usable=made.memory.usable, request=request, imports=imports)
+        return certify(
+            made.recipe, usable=made.memory.usable, request=request, imports=imports, say=say
+        )
     except NotCertified as error:
         if not override:
             hint = f"{error.hint}; {ANYWAY}" if error.hint else ANYWAY

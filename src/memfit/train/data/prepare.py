@@ -34,7 +34,7 @@ from memfit.train.data.tokenizer import (
     read_tokenizer,
     train_tokenizer,
 )
-from memfit.train.data.tokens import Corpus, read_corpus
+from memfit.train.data.tokens import Corpus, Say, read_corpus
 from memfit.train.rl.judging import check_rewards
 from memfit.train.rl.prompts import (
     PromptRows,
@@ -59,10 +59,12 @@ def read_data(
     cache: Path | None = None,
     *,
     memory: int | None = None,
+    say: Say = lambda _: None,
 ) -> Data:
     """Tokenizer and tokens of a request's data, from the cache when they are there.
 
-    memory: bytes that all processes of this command may hold; None: what the machine has.
+    memory: bytes that all processes of this command may hold; None: what the machine has. say:
+    called with how far it is, where that takes a while.
     Raises InvalidRequest: no data or data that cannot be read, no tokenizer, a tokenizer with more
     tokens than the model; RunFailed when the cache cannot be written.
     """
@@ -74,11 +76,11 @@ def read_data(
     tokenizer.check_vocabulary(read_model(reference).architecture.vocab, reference.name)
     if find_objective(task.objective).samples:
         return Data(tokenizer, read_prompts(sources, tokenizer), None)
-    training = read_corpus(sources, tokenizer, task.objective, cache, memory=memory)
+    training = read_corpus(sources, tokenizer, task.objective, cache, memory=memory, say=say)
     held_out = None
     if task.evaluation:
         evaluation = find_sources(task.evaluation, cache)
-        held_out = read_corpus(evaluation, tokenizer, task.objective, cache, memory=memory)
+        held_out = read_corpus(evaluation, tokenizer, task.objective, cache, memory=memory, say=say)
     return Data(tokenizer, training, held_out)
 
 
@@ -128,16 +130,17 @@ def find_lengths(
     cache: Path | None = None,
     *,
     memory: int | None = None,
+    say: Say = lambda _: None,
 ) -> Request:
     """The request with `task.steps` in place of `task.epochs`, counted on the tokenised data.
 
     A request with data and no length at all means one epoch. One that states steps or tokens, or
-    names no data, comes back as it is. memory: as in `read_data`.
+    names no data, comes back as it is. memory, say: as in `read_data`.
     """
     task = request.task
     if not task.data or task.steps is not None or task.tokens is not None:
         return request
-    training = read_data(request, reference, cache, memory=memory).training
+    training = read_data(request, reference, cache, memory=memory, say=say).training
     if isinstance(training, Prompts):
         bounds = bound_prompts(
             sequence_length, request.rollout.max_completion_length, request.generations
@@ -159,12 +162,13 @@ def _with_steps(request: Request, steps: float) -> Request:
 
 
 def find_bounds(
-    request: Request, recipe: Recipe, cache: Path | None = None
+    request: Request, recipe: Recipe, cache: Path | None = None, *, say: Say = lambda _: None
 ) -> tuple[RowBounds, RowBounds | None]:
-    """What no micro-batch of the run, and none of its evaluations, exceeds."""
+    """What no micro-batch of the run, and none of its evaluations, exceeds; say: as in
+    `read_data`."""
     on_cpu = find_device(recipe.device).is_cpu  # there the limit is that of processes
     memory = request.limits.memory_bytes if on_cpu else None
-    data = read_data(request, recipe.model, cache, memory=memory)
+    data = read_data(request, recipe.model, cache, memory=memory, say=say)
     training, held_out = build_samplers(request, recipe, data)
     return training.bounds(), None if held_out is None else held_out.bounds_once()
 

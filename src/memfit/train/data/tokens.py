@@ -17,6 +17,8 @@ import hashlib
 import json
 import mmap
 import shutil
+import time
+from collections.abc import Callable
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from memfit.core import units
 from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.train.data.readers import Sources
@@ -35,6 +38,9 @@ from memfit.train.data.tokenizer import Tokenizer
 
 FORMAT = 2  # part of the key: another way to tokenise or to store makes another cache
 
+MUCH = 64 * units.MIB  # bytes of data that take a while
+INTERVAL = 30.0  # seconds between two words of how far it is
+Say = Callable[[str], None]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -79,12 +85,14 @@ def read_corpus(
     cache: Path | None = None,
     *,
     memory: int | None = None,
+    say: Say = lambda _: None,
 ) -> Corpus:
     """The tokens of the data, from the cache when they are there.
 
     With objective `pretrain` every token is learned; with `sft` only completions and what
     assistants wrote; with `dpo` only answers, document 2i being preferred to 2i + 1.
-    memory: bytes that all processes of this command may hold; None: what the machine has.
+    memory: bytes that all processes of this command may hold; None: what the machine has. say:
+    called with how far it is, where that takes a while.
     Raises InvalidRequest for what cannot be read (see `read_parts`) and for
     a document without tokens; RunFailed when the cache cannot be written.
     """
@@ -99,7 +107,7 @@ def read_corpus(
         remove_abandoned(root)
         with claim(root / f".{key}"):
             if _open(folder, key, ()) is None:  # no other process was first
-                _make(folder, sources, tokenizer, objective, memory)
+                _make(folder, sources, tokenizer, objective, memory, say)
             else:
                 shutil.rmtree(root / f".{key}")
     except OSError as error:
@@ -132,7 +140,12 @@ def _open(folder: Path, key: str, notes: tuple[str, ...]) -> Corpus | None:
 
 
 def _make(
-    folder: Path, sources: Sources, tokenizer: Tokenizer, objective: str, memory: int | None
+    folder: Path,
+    sources: Sources,
+    tokenizer: Tokenizer,
+    objective: str,
+    memory: int | None,
+    say: Say,
 ) -> None:
     """Tokenise into the folder beside the target, which is held, and rename it.
 
@@ -143,13 +156,16 @@ def _make(
         making = Making(temporary, tokenizer, _describe_making())
         shards = islice(enumerate(split(sources)), making.shards, None)
         size = sum(source.path.stat().st_size for source in sources.files)
+        progress = Progress(making, size, say)
         with start_workers(size, tokenizer, objective, temporary, memory) as workers:
             if workers is None:
                 for _, shard in shards:
                     making.append(encode_shard(shard, tokenizer, objective))
+                    progress.look()
             else:
                 for _ in workers.run(shards, making.find_parts(), making.shards):
                     making.append_part()
+                    progress.look()
         making.finish({"format": FORMAT})
         shutil.rmtree(folder, ignore_errors=True)  # damaged: it would be in the way
         temporary.rename(folder)
@@ -157,6 +173,24 @@ def _make(
     except (InvalidRequest, OSError):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+class Progress:
+    """Says how far the tokens of much data are, from time to time."""
+
+    def __init__(self, making: Making, size: int, say: Say) -> None:
+        self._making, self._say = making, say
+        self._next = time.monotonic() + INTERVAL
+        if size >= MUCH:
+            before = f", {making.tokens:,} tokens of it are there" if making.tokens else ""
+            say(f"tokenising {units.show_bytes(size)} of data{before}")
+
+    def look(self) -> None:
+        """Say it where it is time."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + INTERVAL
+            making = self._making
+            self._say(f"tokenised {making.documents:,} documents, {making.tokens:,} tokens so far")
 
 
 def _describe_making() -> dict[str, Any]:

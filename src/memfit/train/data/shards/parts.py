@@ -122,7 +122,7 @@ class Making:
         self.folder = folder
         self.dtype = choose_dtype(tokenizer)
         self._facts = facts
-        self.shards = self._total = self._documents = self._inside = 0
+        self.shards = self.tokens = self.documents = self._inside = 0
         self._masked = False
         if not self._go_on():
             for path in folder.iterdir():
@@ -141,11 +141,11 @@ class Making:
             progress = json.loads((self.folder / "progress.json").read_text())
             if progress.pop("facts") != self._facts:
                 return False
-            self.shards, self._documents, self._total, self._masked, self._inside = (
+            self.shards, self.documents, self.tokens, self._masked, self._inside = (
                 progress[name] for name in ("shards", "documents", "tokens", "masked", "inside")
             )
             width = np.dtype(self.dtype).itemsize
-            sizes = (self._total * width, 8 * (self._documents + 1), self._total)
+            sizes = (self.tokens * width, 8 * (self.documents + 1), self.tokens)
             for name, size in zip(NAMES, sizes, strict=True):
                 if name == NAMES[2] and not self._masked:
                     (self.folder / name).unlink(missing_ok=True)
@@ -154,7 +154,7 @@ class Making:
                 else:
                     os.truncate(self.folder / name, size)
         except (OSError, ValueError, KeyError, AttributeError):
-            self.shards = self._total = self._documents = self._inside = 0
+            self.shards = self.tokens = self.documents = self._inside = 0
             self._masked = False
             return False
         return True
@@ -177,13 +177,13 @@ class Making:
 
     def append(self, tokens: Tokens) -> None:
         """Append the next shard. Raises InvalidRequest for a long document without tokens."""
-        ends = tokens.ends + self._total
+        ends = tokens.ends + self.tokens
         if tokens.head is not None and not self._inside + tokens.head:
             refuse_empty(tokens.place)
         if tokens.learned is not None and not self._masked:
             self._masked = True
-            for start in range(0, self._total, 2**20):
-                self._append(NAMES[2], np.ones(min(2**20, self._total - start), dtype="uint8"))
+            for start in range(0, self.tokens, 2**20):
+                self._append(NAMES[2], np.ones(min(2**20, self.tokens - start), dtype="uint8"))
         if self._masked:
             learned = tokens.learned
             ones = np.ones(len(tokens.ids), dtype="uint8")
@@ -191,8 +191,8 @@ class Making:
         self._append(NAMES[0], tokens.ids)
         self._append(NAMES[1], ends)
         self.shards += 1
-        self._total += len(tokens.ids)
-        self._documents += len(ends)
+        self.tokens += len(tokens.ids)
+        self.documents += len(ends)
         self._inside = tokens.tail + (0 if len(ends) else self._inside)
         if time.monotonic() - self._when > COMMIT:
             self._commit()
@@ -205,8 +205,8 @@ class Making:
         """Write down how far it is; the parts up to there are not needed any more."""
         self._flush()
         progress = {
-            "facts": self._facts, "shards": self.shards, "documents": self._documents,
-            "tokens": self._total, "masked": self._masked, "inside": self._inside,
+            "facts": self._facts, "shards": self.shards, "documents": self.documents,
+            "tokens": self.tokens, "masked": self._masked, "inside": self._inside,
         }  # fmt: skip
         write_atomically(self.folder / "progress.json", json.dumps(progress).encode())
         for number in range(self._committed, self.shards):
