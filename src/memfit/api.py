@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast, get_args
 
 from msgspec import structs
 
 from memfit import catalog, families
-from memfit.accuracy.corpus import append_row as append_row
-from memfit.accuracy.corpus import submit_row as submit_row
 from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import installed_versions
 from memfit.files.run_folder import find_plan as find_plan  # the command line calls the api only
@@ -31,15 +30,7 @@ from memfit.records.hardware import Device, Fabric
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
 from memfit.records.results import Certificate, Diff, Merged, Plan, Report, Run
-from memfit.workflows import launch_ranks, look_up
-from memfit.workflows.certify_request import (
-    certify as certify,  # the command line calls the api only
-)
-from memfit.workflows.certify_request import find_levers as find_levers
-from memfit.workflows.certify_request import find_nearest as find_nearest
-from memfit.workflows.elastic import Elastic as Elastic
-from memfit.workflows.elastic import read_elastic as read_elastic
-from memfit.workflows.launch_ranks import is_first_rank as is_first_rank
+from memfit.workflows import look_up
 from memfit.workflows.load_inputs import change as change
 from memfit.workflows.load_inputs import place_devices
 from memfit.workflows.load_inputs import put as put
@@ -47,11 +38,10 @@ from memfit.workflows.load_inputs import put_all as put_all
 from memfit.workflows.load_inputs import read as read
 from memfit.workflows.load_inputs import read_certificate as read_certificate
 from memfit.workflows.load_inputs import read_data as read_data
-from memfit.workflows.prepare_child import prepare_apart
-from memfit.workflows.prepare_run import find_machine as find_machine
-from memfit.workflows.prepare_run import prepare as prepare
 
 if TYPE_CHECKING:
+    from memfit.accuracy.corpus import append_row as append_row
+    from memfit.accuracy.corpus import submit_row as submit_row
     from memfit.accuracy.memory_errors import Accuracy
     from memfit.accuracy.time_errors import TimeAccuracy
     from memfit.catalog import CatalogModel
@@ -72,11 +62,36 @@ if TYPE_CHECKING:
     from memfit.report.runs import RunRow, RunView
     from memfit.report.step_memory import StepMemory
     from memfit.train.run.progress import Progress
+    from memfit.workflows.certify_request import certify as certify
+    from memfit.workflows.certify_request import find_levers as find_levers
+    from memfit.workflows.certify_request import find_nearest as find_nearest
     from memfit.workflows.doctor import Diagnosis
+    from memfit.workflows.elastic import Elastic as Elastic
+    from memfit.workflows.elastic import read_elastic as read_elastic
+    from memfit.workflows.launch_ranks import is_first_rank as is_first_rank
+    from memfit.workflows.prepare_run import find_machine as find_machine
+    from memfit.workflows.prepare_run import prepare as prepare
 
 LIBRARIES = (
     "memfit", "torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy",
 )  # fmt: skip
+
+
+# what other verbs than `plan` need, imported at its first use
+_LATER = {
+    **dict.fromkeys(("append_row", "submit_row"), "memfit.accuracy.corpus"),
+    **dict.fromkeys(("certify", "find_levers", "find_nearest"), "memfit.workflows.certify_request"),
+    **dict.fromkeys(("Elastic", "read_elastic"), "memfit.workflows.elastic"),
+    **dict.fromkeys(("find_machine", "prepare"), "memfit.workflows.prepare_run"),
+    "is_first_rank": "memfit.workflows.launch_ranks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A function of a verb that a plan does not need."""
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
 
 
 def plan(request: Request, *, device: Device | None = None, levers: bool = True) -> Plan:
@@ -193,13 +208,17 @@ def train(
     it does not fit. elastic: what happens when a rank that this process started is lost. Raises
     RunFailed (with what was saved intact), DoesNotFit, NotCertified, InvalidRequest.
     """
+    from memfit.workflows import elastic as regaining
+    from memfit.workflows import launch_ranks
+    from memfit.workflows.prepare_child import prepare_apart
+
     problems.check_own_step(request.framework)
     if not request.task.data:
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
     if request.ranks > 1:
         return launch_ranks.train_ranks(
             request, folder, progress=progress, say=say, override=override, tensorboard=tensorboard,
-            policy=elastic or Elastic(),
+            policy=elastic or regaining.Elastic(),
         )  # fmt: skip
     prepared = prepare_apart(request, folder, say=say, override=override)
     from memfit.train.run import loop

@@ -31,7 +31,7 @@ class Node:
         meter.sequence += 1
         self.copies = meter.copies  # its derivative stands for as many as itself
         self.rule = rule
-        self.edges = [edge(t) for t in inputs]
+        self.edges = [None if t is None or not t.requires_grad else edge(t) for t in inputs]
         self.hooks: tuple[Callable[[], None], ...] = ()  # run before it, in their order
         self.outputs: list[tuple[Shape, str]] = []
         self.saved: Any = ()
@@ -73,14 +73,17 @@ def record(
     rule: Rule, inputs: Sequence[Tensor | None], saved: Sequence[Tensor | None] = ()
 ) -> Node | None:
     """A node when some input wants a gradient, with what it saves; else None."""
-    wanting = [t for t in inputs if t is not None and t.requires_grad]
-    if not wanting:
+    for t in inputs:
+        if t is not None and t.requires_grad:
+            break
+    else:
         return None
-    meter = wanting[0].meter
+    meter = t.meter
     if not meter.graph:
         return None
     node = Node(meter, rule, inputs)
-    node.saved = [None if t is None else meter.pack(t) for t in saved]
+    if saved:
+        node.saved = [None if t is None else meter.pack(t) for t in saved]
     return node
 
 

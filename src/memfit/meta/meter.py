@@ -22,6 +22,8 @@ GRANULARITY = 512  # bytes; torch's caching allocator for CUDA rounds every requ
 SMALL = MIB  # largest block of the pool that splits without a rest
 SEGMENT = 20 * MIB  # holds requests below half of it
 PASSES = 3  # run of a loop with many: the first, the second and the last
+# looked up here a hundred thousand times a plan
+LOGITS, ACTIVATIONS, TEMPORARY = Kind.LOGITS, Kind.ACTIVATIONS, Kind.TEMPORARY
 ROUNDING = 2 * MIB  # of the segment that is made for one request of half of it or more
 
 
@@ -86,16 +88,17 @@ class Meter:
 
     def allocate(self, nbytes: int, kind: Kind | None, last: int) -> tuple[int, int]:
         """Log a birth; returns the storage's index and the module call that made it."""
-        index = len(self.requested)
-        self.requested.append(nbytes)
+        requested = self.requested
+        index = len(requested)
+        requested.append(nbytes)
         self.counts.append(self.copies)
         call = 0
         if kind is None:
             call = self._calls[-1]
             if last == self.vocab:
-                kind, call = Kind.LOGITS, 0
+                kind, call = LOGITS, 0
             else:
-                kind = Kind.ACTIVATIONS if call else Kind.TEMPORARY
+                kind = ACTIVATIONS if call else TEMPORARY
         self.kinds.append(kind)
         self.owners.append(self.owner)
         self.streams.append(self.stream)
@@ -105,7 +108,7 @@ class Meter:
     def free(self, index: int, call: int) -> None:
         """Log a death; what dies before the module that made it returns was a temporary."""
         if call in self._open:
-            self.kinds[index] = Kind.TEMPORARY
+            self.kinds[index] = TEMPORARY
         self.events.append(~index)
 
     def held(self, index: int) -> int:

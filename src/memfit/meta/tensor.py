@@ -149,7 +149,8 @@ def elementwise_strides(shape: Shape, operands: tuple[Tensor, ...]) -> Shape:
     As ATen's TensorIterator: the first operand that tells two dimensions apart decides.
     """
     for t in operands:
-        if t.shape != shape or not t.contiguous:
+        # most are known to be contiguous, which is read without a call
+        if t.shape != shape or not (t._contiguous or t.contiguous):
             break
     else:
         return row_major(shape)
