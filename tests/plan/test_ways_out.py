@@ -11,7 +11,8 @@ from memfit import api
 from memfit.cli.app import app
 from memfit.cli.app import run as finish
 
-SMALL_CARD = ["llama-3.1-8b", "--device", "rtx-4090", "--set", "method=full"]
+SMALL_CARD = ["llama-3.2-1b", "--device", "rtx-3060-12", "--set", "method=full",
+              "--set", "precision=bf16-mixed"]  # fmt: skip
 CASES = {  # what is typed, and the kinds of ways out that there must be
     "whole on a small card": (SMALL_CARD, {"method", "devices", "device"}),
     "stated knobs": (
