@@ -40,7 +40,8 @@ class Runs:
 
     def kill(self, folder: Path, part: str, chance: random.Random) -> bool:
         """Kill it at a random moment of a part; whether it was still in that part."""
-        pid, left = self._start(folder), chance.randint(1, LATEST)
+        times = 2 if part == "update" else 1  # in each iteration
+        pid, left = self._start(folder), chance.randint(1, LATEST * times)
         last = ""
         while left:
             last = self._read()

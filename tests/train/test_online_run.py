@@ -18,9 +18,10 @@ from transformers import AutoTokenizer
 from memfit import api
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.records import from_data
+from memfit.records.ledger import Phase
 from memfit.records.reinforcement import REWARDS as SHIPPED
 from memfit.records.reinforcement import Policy, RewardSettings
-from memfit.records.request import Request
+from memfit.records.request import Request, Task
 from memfit.screens.report import show_report
 from memfit.screens.widgets.terminal import Console
 from memfit.train.data.prepare import find_lengths
@@ -30,6 +31,7 @@ from memfit.train.rl.prompts import PromptRows, read_prompts
 from memfit.train.rl.rewards.functions import BUILT_IN
 from memfit.train.run.generate import generate
 from memfit.train.run.logs import read_log
+from memfit.train.run.loop import train, untouched
 from memfit.train.run.progress import Moment, Silent, describe
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -240,6 +242,41 @@ def test_messages_are_rendered_by_the_chat_template_with_the_answer_s_header(tmp
     assert found.prompts[0].ids == list(expected)
     assert found.prompts[0].columns == {"prompt": messages, "answer": 3}
     assert mine.decode(found.prompts[1].ids) == "Say 3"
+
+
+def test_to_messages_an_answer_is_a_message(place, tmp_path, tokenizer):
+    """As TRL calls reward functions."""
+    mine = read_tokenizer(str(tokenizer))
+    mine.wrapped.chat_template = TEMPLATE
+    mine.save(tmp_path / "tokenizer")
+    record = {"prompt": [{"role": "user", "content": "Say 3"}]}
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps(record)] * 4))
+    (tmp_path / "roles.py").write_text(
+        "def roles(prompts, completions, **_):\n"
+        "    return [float(p[-1]['role'] == 'user' and c[0]['role'] == 'assistant')"
+        " for p, c in zip(prompts, completions)]\n"
+    )
+    recipe = recipe_of(
+        place[0] / "data", steps=1, rollout=replace(ROLLOUT, max_prompt_length=40),
+        sequence_length=46, reward=RewardSettings(funcs=(f"{tmp_path / 'roles.py'}:roles",)),
+    )  # fmt: skip
+    request = Request(
+        model=CONFIG, tokenizer=str(tmp_path / "tokenizer"),
+        task=Task(objective="grpo", data=str(tmp_path / "chats.jsonl")),
+    )  # fmt: skip
+    made = train(recipe, request, tmp_path / "run", cache=place[2])
+    assert made.rewards == ((1, 1.0),)
+    assert made.answers[0].prompt == "Say 3"
+
+
+def test_a_failure_in_a_rollout_s_second_update_is_not_saved_as_if_nothing_had_changed(place):
+    one, two = (
+        recipe_of(place[0] / "data", policy=Policy(num_iterations=n)) for n in (1, 2)
+    )  # fmt: skip
+    assert {Phase.FORWARD, Phase.BACKWARD, Phase.DECODE} < set(untouched(one))
+    assert Phase.FORWARD not in untouched(two)
+    assert Phase.DECODE in untouched(two)
+    assert Phase.OPTIMIZER_STEP not in untouched(one)
 
 
 BAD = {

@@ -15,9 +15,7 @@ from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, iterate
 from memfit.train.rl.rollout import Prompt, Sampling, choose_prompts, keep_short, roll_out
 from memfit.train.rl.rows import lay_out
-from memfit.train.rl.run import run
 from memfit.train.rl.sampling import sample_in_slots
-from memfit.train.run.logs import read_log
 from memfit.train.step.step import answer_log_probs
 from tiny_models import hugging_face, make_built, make_recipe
 
@@ -148,45 +146,6 @@ def test_a_run_that_goes_on_from_its_checkpoint_is_the_same_to_the_bit(
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
     assert strip_times(figures[1:]) == strip_times(again)
-
-
-class Killed(Exception):
-    """Stands for a signal at any moment of an iteration."""
-
-
-def kill_at(count):
-    calls = 0
-
-    def sample(*arguments):
-        nonlocal calls
-        calls += 1
-        if calls == count:
-            raise Killed
-        return sample_in_slots(*arguments)
-
-    return sample
-
-
-def test_a_folder_that_was_killed_twice_has_the_log_and_the_weights_of_one_that_was_not(
-    make, tmp_path
-):
-    changes = {"steps": 5, "method": "lora", "optimizer": {"schedule": "linear"}}
-    policy = Policy(beta=0.1)
-    whole = built_for(**changes)
-    assert run(whole, make(policy=policy), tmp_path / "whole", "data", 2, pytest.fail) == 5
-    for killed in (4, 2):  # in its fourth iteration, and in the second after that
-        learning = make(policy=policy, sample=kill_at(killed))
-        with pytest.raises(Killed):
-            run(built_for(**changes), learning, tmp_path / "cut", "data", 2, pytest.fail)
-    last = built_for(**changes)
-    assert run(last, make(policy=policy), tmp_path / "cut", "data", 2, pytest.fail) == 3
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, last.model.state_dict()[name]), name
-    logs = [strip_times(read_log(tmp_path / name)) for name in ("whole", "cut")]
-    assert [row["step"] for row in logs[0]] == [1, 2, 3, 4, 5]
-    assert logs[0] == logs[1]
-    assert {"reward", "kl", "length", "clipped_low", "entropy", "truncated"} <= set(logs[0][0])
-    assert [set(s) for s in logs[0][0]["samples"]] == [{"prompt", "completion", "reward"}] * 2
 
 
 def strip_times(rows):

@@ -285,7 +285,7 @@ def _diagnosis(session: Session, built: Built | None, where: str) -> Callable[[s
 def _rescue(session: Session, built: Built, log: Log) -> Path | None:
     """Save where the step that failed began, if it has changed nothing yet."""
     alone = session.ranks.size == 1  # the others do not know that this one fails
-    if alone and session.done and session.meter.phase in _untouched(session.recipe):
+    if alone and session.done and session.meter.phase in untouched(session.recipe):
         built.optimizer.zero_grad(set_to_none=True)
         session.meter.failed = None
         with suppress(RunFailed, RuntimeError, MemoryError):
@@ -293,7 +293,7 @@ def _rescue(session: Session, built: Built, log: Log) -> Path | None:
     return _newest(session)
 
 
-def _untouched(recipe: Recipe) -> tuple[Phase, ...]:
+def untouched(recipe: Recipe) -> tuple[Phase, ...]:
     """Phases in which a step that fails has changed nothing: a rollout's second update has."""
     return ROLLOUT if recipe.policy.num_iterations > 1 else (*ROLLOUT, *UNTOUCHED)
 
