@@ -15,6 +15,7 @@ FILLS = {
     "parameters": ("█", "P"),
     "gradients": ("▓", "G"),
     "optimizer_state": ("▒", "O"),
+    "kv_cache": ("▤", "V"),
     "activations": ("░", "A"),
     "logits": ("▚", "L"),
     "temporary": ("▞", "T"),
