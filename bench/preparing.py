@@ -5,11 +5,12 @@
 
 `rates`: the data is cut into files of 10 MB, and each file is tokenised by both checkouts in turn,
 whole processes, so that what else the machine does falls on both; the tokens must be equal, bit by
-bit. `large`: tokenised by one command that is killed after a while, gone on from by the next one,
-and started once more with the cache; what all processes hold is looked at meanwhile. Writes
-bench/results/preparing.json. Texts are drawn from 100,000 made words by Zipf's law; above 64 MB
-they are paragraphs of those, in another order. The tokenizer is a byte-level BPE of 32,000 tokens
-trained on the first 10 MB.
+bit. Such a file is too small for processes side by side: what is compared is one process, without
+its imports. `large`: tokenised by one command that is killed after a while, gone on from by the
+next one, and started once more with the cache; what all processes hold is looked at meanwhile.
+Writes bench/results/preparing.json. Texts are drawn from 100,000 made words by Zipf's law; above 64
+MB they are paragraphs of those, in another order. The tokenizer is a byte-level BPE of 32,000
+tokens trained on the first 10 MB.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def make_tokenizer(folder: Path, pool: list[str]) -> Path:
     return folder
 
 
-def compare(tree: Path, megabytes: int, home: Path) -> dict[str, Any]:
-    """Both checkouts, file by file in turn."""
+def compare(tree: Path, megabytes: int, home: Path) -> None:
+    """Both checkouts, file by file in turn; written after each."""
     pool = Words().pool(min(megabytes, POOL))
     tokenizer = make_tokenizer(home / "tokenizer", pool)
     found: dict[str, Any] = {}
@@ -199,12 +200,11 @@ def compare(tree: Path, megabytes: int, home: Path) -> dict[str, Any]:
             assert answers["before"]["bits"] == answers["now"]["bits"], "other tokens"
             tokens += answers["now"]["tokens"]
             rates = {arm: tokens / seconds for arm, seconds in used.items()}
-            print(kind, number, {k: round(v) for k, v in rates.items()}, flush=True)
-        found[kind] = {
-            "megabytes": megabytes, "tokens": tokens, "cpu_seconds": used,
-            "tokens_per_cpu_second": rates, "ratio": rates["now"] / rates["before"],
-        }  # fmt: skip
-    return found
+            found[kind] = {
+                "megabytes": PIECE * (number + 1), "tokens_per_cpu_second": rates,
+                "ratio": rates["now"] / rates["before"],
+            }  # fmt: skip
+            write("rates", found)
 
 
 _imports: dict[Path, float] = {}
@@ -247,15 +247,14 @@ def prepare_large(kind: str, file: Path, tokenizer: Path, home: Path) -> dict[st
     """Tokenised, killed, gone on from, and read once more."""
     cache, objective, tree = home / f"cache-{kind}", KINDS[kind], HERE.parent
     begun = time.perf_counter()
-    peaks, used, ended = [], 0.0, []
+    peaks, ended = [], []
     for stop in (file.stat().st_size // 8, None):
         child = start(tree, file, objective, tokenizer, cache, "rows")
         peaks.append(watch(child, cache, stop))
-        answer, seconds = end(child)
-        used += seconds
+        answer, _ = end(child)
         folders = list((cache / "tokens").glob(".*/progress.json"))
         ended.append(json.loads(folders[0].read_text())["shards"] if folders else None)
-        print(kind, child.returncode, answer, round(used), peaks[-1], ended, flush=True)
+        print(kind, child.returncode, answer, peaks[-1], ended, flush=True)
     wall = time.perf_counter() - begun
     child = start(tree, file, objective, tokenizer, cache, "rows")
     watch(child, cache, None)
@@ -263,7 +262,7 @@ def prepare_large(kind: str, file: Path, tokenizer: Path, home: Path) -> dict[st
     size = sum(p.stat().st_size for p in cache.rglob("*") if p.is_file())
     return {
         "bytes": file.stat().st_size, "tokens": answer["tokens"], "documents": answer["documents"],
-        "cpu_seconds": used, "tokens_per_cpu_second": answer["tokens"] / used, "seconds": wall,
+        "seconds": wall,
         "shards_when_killed": ended[0],
         "peak": {name: max(p[name] for p in peaks) for name in peaks[0]},
         "second_start_seconds": {
@@ -298,7 +297,7 @@ def main() -> None:
         home = Path(folder)
         if name == "rates":
             tree, megabytes = Path(rest[0]).resolve(), int(rest[1]) if rest[1:] else 100
-            write("rates", compare(tree, megabytes, home))
+            compare(tree, megabytes, home)
             return
         megabytes, rows = (int(x) for x in rest) if rest else (2000, 5_000_000)
         pool = Words().pool(min(megabytes, POOL))
@@ -306,11 +305,10 @@ def main() -> None:
         write_text(home / "a.txt", megabytes, pool)
         write_chats(home / "a.jsonl", rows, pool)
         del pool
-        found = {
-            kind: prepare_large(kind, home / file, tokenizer, home)
-            for kind, file in (("chats", "a.jsonl"), ("text", "a.txt"))
-        }
-        write("large", found)
+        found: dict[str, Any] = {}
+        for kind, file in (("chats", "a.jsonl"), ("text", "a.txt")):
+            found[kind] = prepare_large(kind, home / file, tokenizer, home)
+            write("large", found)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,10 @@ read_corpus(find_sources(sys.argv[1]), read_tokenizer(sys.argv[2]), "sft", Path(
 
 
 @FORK
-@pytest.mark.parametrize("enough", [0, 2**60], ids=["processes", "one process"])
+@pytest.mark.parametrize(
+    "enough",
+    [pytest.param(0, id="processes"), pytest.param(2**60, id="one", marks=pytest.mark.wide)],
+)
 def test_a_killed_start_is_gone_on_from(enough, data, tokenizer, tmp_path, small, monkeypatch):
     want = listed(read(data, tokenizer, tmp_path / "whole"))
     monkeypatch.setattr(workers, "ENOUGH", enough)

@@ -33,6 +33,7 @@ from memfit.train.data.tokenizer import Tokenizer, read_tokenizer
 
 ENOUGH = 4 * SHARD  # bytes of data: fewer are tokenised sooner than processes start
 AHEAD = 4  # shards for each process that may be finished before an earlier one is
+LAST = 10  # seconds for processes to end by themselves: one may be within a shard
 SPARE = 1.25  # a shard may take so much more than those before it
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",  # one core a process
@@ -139,7 +140,7 @@ class Workers:
         for pipe in self._pipes:
             pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(timeout=1)
+            self._child.wait(timeout=LAST)
         if self._child.poll() is None:
             self._child.kill()
             self._child.wait()
