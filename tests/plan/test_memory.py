@@ -591,6 +591,22 @@ def test_the_prediction_equals_the_trace_on_a_cpu(name):
             assert have.get(kind, 0) == pytest.approx(want.get(kind, 0), abs=slack), (phase, kind)
 
 
+@pytest.mark.parametrize("loss", [{}, CHUNKED], ids=["plain", "chunked"])
+@pytest.mark.parametrize("preference", [KTO, KTO_BEFORE], ids=["adapter-off", "before"])
+def test_what_answers_to_other_prompts_hold_is_the_peak_of_a_forward_of_many_words(
+    preference, loss
+):
+    config = CONFIGS["llama"] | {"vocab_size": 3000}
+    recipe = make_recipe("llama", config=config, recompute_blocks=3, **preference, **loss)
+    ledger, traced = predict(recipe), trace(recipe, CPU)
+    for phase in EXACT:
+        if phase in traced.phases:
+            assert ledger.total(phase) == pytest.approx(traced.phases[phase], abs=SCALARS), phase
+    logits = recipe.micro_batch * recipe.sequence_length * 3000 * 4
+    if not loss:
+        assert traced.phases["forward"] > traced.phases["load"] + 2 * logits
+
+
 @pytest.mark.covering(ON_CUDA)
 @pytest.mark.parametrize("name", ON_CUDA)
 def test_the_prediction_equals_the_trace_on_cuda(name):

@@ -136,8 +136,8 @@ def _added(
 def switched_off(module: nn.Module) -> Iterator[None]:
     """See `Adapter.switched_off`.
 
-    peft's own `disable_adapter` freezes the adapters, too, and FSDP2 remembers of a weight that it
-    gathers for the first time whether it is trained.
+    peft's own `disable_adapter` freezes the adapters' weights, too, and trains them again behind it:
+    of ranks, the gathered and the sharded ones. What runs here makes no gradient.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
