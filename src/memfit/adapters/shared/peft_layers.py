@@ -136,8 +136,8 @@ def _added(
 def switched_off(module: nn.Module) -> Iterator[None]:
     """See `Adapter.switched_off`.
 
-    peft's own `disable_adapter` freezes the adapters' weights, too, and trains them again behind it:
-    of ranks, the gathered and the sharded ones. What runs here makes no gradient.
+    peft's own `disable_adapter` freezes the adapters' weights, too, and trains them again after it.
+    What runs here makes no gradient.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
