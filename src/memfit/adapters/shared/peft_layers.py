@@ -136,7 +136,7 @@ def _added(
 def switched_off(module: nn.Module) -> Iterator[None]:
     """See `Adapter.switched_off`.
 
-    peft's own `disable_adapter` freezes the adapters' weights, too, and trains them again after it.
+    peft's own `disable_adapter` freezes the adapters' weights, too, and thaws them after it.
     What runs here makes no gradient.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
