@@ -234,12 +234,19 @@ def import_step(lines: Sequence[str]) -> None:
     For a fresh process alone. Where a base is quantised by such a package nothing is hidden.
     """
     orders = [from_data(json.loads(text), Order, source="the order to certify") for text in lines]
-    if any(order.recipe.coding for order in orders):
-        return
+    if not any(order.recipe.coding for order in orders):
+        import_lean(adapters=any(order.recipe.method in ADAPTED for order in orders))
+
+
+def import_lean(*, adapters: bool) -> None:
+    """Import what a step runs on, but for packages that no step calls; for a fresh process alone.
+
+    adapters: with what LoRA's step imports.
+    """
     with uncollected(), hidden_packages(UNUSED):
         scan_models_once()
         import_module("memfit.certify.evidence.certificate")
-        if any(order.recipe.method in ADAPTED for order in orders):
+        if adapters:
             found = import_module("peft.import_utils")
             for question in PEFT_ASKS:  # and remembers the answers
                 getattr(found, question)()

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from memfit.certify import LAST_LINES, child_environment, in_this_process
+from memfit.certify import LAST_LINES, child_environment, import_lean, in_this_process
 from memfit.core.errors import Error, InvalidRequest, NotCertified, RunFailed
 from memfit.core.system.processes import end_with_parent, is_shortage
 from memfit.records import Record, from_data, to_json
@@ -32,6 +32,7 @@ from memfit.workflows.prepare_run import Prepared, Say, prepare, prepare_moved, 
 KINDS = {
     kind.__name__: kind for kind in (*Error.__subclasses__(), *InvalidRequest.__subclasses__())
 }
+UNQUANTISED = ("full",)  # methods that train the base, which is then never quantised
 
 
 class Order(Record, frozen=True, kw_only=True):
@@ -110,11 +111,12 @@ def main(folder: Path) -> None:
 
     order = from_data(msgspec.json.decode(sys.stdin.read()), Order, source="the order to prepare")
     try:
+        imports = _import_libraries(order.request)
         with in_this_process():
             made = prepare_moved if order.moved else prepare
             made(
                 order.request, folder, say=lambda text: write(say=text), override=order.override,
-                imports=_measure_imports(order.request),
+                imports=imports,
             )  # fmt: skip
     except Error as error:
         write(error=error.message, hint=error.hint, kind=type(error).__name__)
@@ -132,6 +134,18 @@ def _measure_imports(request: Request) -> int | None:
     from memfit.certify.import_memory import measure_imports
 
     return measure_imports(adapters=request.method in (*ADAPTED, "auto"))
+
+
+def _import_libraries(request: Request) -> int | None:
+    """Import what planning and certifying need; return what a run's imports take, None: unknown.
+
+    What libraries would take along is left out, where no plan of the request quantises its base.
+    """
+    imports = _measure_imports(request)
+    # torch is there, and all else, where imports were just measured
+    if "torch" not in sys.modules and request.method in UNQUANTISED:
+        import_lean(adapters=False)
+    return imports
 
 
 if __name__ == "__main__":
