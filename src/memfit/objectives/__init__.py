@@ -225,7 +225,7 @@ NOT_BUILT = {
     "reward": (
         "a score head over the last token, and a model of sequence classification to load it again,"
         " are not built",
-        "dpo, simpo, orpo, cpo and kto learn from the same data without a reward model",
+        "use dpo, simpo, orpo, cpo or kto, which learn from the same data without a reward model",
     ),
 }
 objectives: Registry[Objective] = Registry("objective", "memfit.objectives")

@@ -55,7 +55,7 @@ def _check_mismatched(request: Request) -> None:
         raise InvalidRequest(
             f"`micro_batch: auto` under `objective: {objective.name}`, whose baseline z0 is a mean"
             " over a micro-batch: another one learns something else, so that no plan chooses it",
-            hint="state `micro_batch`, 2 or more, or use `preference.loss_type: apo_zero_unpaired`,"
+            hint="use `micro_batch: 2` or more, or `preference.loss_type: apo_zero_unpaired`,"
             " which has no baseline",
         )
     check_baseline(objective.name, micro)
