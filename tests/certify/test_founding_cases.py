@@ -7,7 +7,7 @@ import pytest
 from memfit import api, catalog
 from memfit.certify.evidence.certificate import make_certificate
 from memfit.core.units import GIB
-from memfit.records.ledger import Kind
+from memfit.records.ledger import Kind, Phase
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BLOCKS, HIDDEN = 44, 6144
@@ -42,3 +42,30 @@ def test_a_20b_model_with_a_quantised_base_is_certified_to_fit_24_gb(
     assert PROJECTIONS * bits / 8 < held < PROJECTIONS * bits / 8 + 1.5 * GIB
     said = any("hold outliers" in bound for bound in certificate.bounds)
     assert said == (base_format == "int8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "slots", "peak_phase"),
+    [
+        ("gpt-neox-20b_nf4-grpo_rtx-4090", 9 * 1024 * 2 * 44 * 6144 * 2, "prefill"),
+        pytest.param(
+            "gpt-neox-20b_nf4-grpo_rtx-3090", 9 * 1024 * 2 * 44 * 6144 * 2, "prefill",
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            "qwen3-8b_nf4-grpo_rtx-4090", 9 * 9216 * 2 * 36 * 8 * 128 * 2, "accumulate",
+            marks=pytest.mark.wide,
+        ),
+    ],
+)  # fmt: skip
+def test_reinforcement_learning_is_certified_to_fit_24_gb(name, slots, peak_phase):
+    """slots: bytes of eight answers' keys and values, and of the slot that keeps a prompt."""
+    plan = api.plan(api.read(RECIPES / f"{name}.yaml"), levers=False)
+    assert plan.memory.verdict == "unproven"
+    card = catalog.find_device(plan.recipe.device)
+    certificate = make_certificate(plan.recipe, card, card.memory, None)
+    assert certificate.memory.verdict == "fits"
+    assert certificate.memory.peak_phase == peak_phase
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        assert certificate.ledger.by_kind(phase)[Kind.KV_CACHE] == slots
