@@ -18,7 +18,7 @@ from memfit.certify.iterations import (
     trace_iterations,
 )
 from memfit.families import read_model
-from memfit.families.capabilities.kv_cache import cache_bytes, slots_of
+from memfit.families.capabilities.kv_cache import cache_bytes
 from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
@@ -134,9 +134,8 @@ def test_a_certificate_has_the_phases_and_wants_segments_that_expand():
         made = make_certificate(replace(recipe, allocator=allocator), H100, H100.memory, None)
         verdicts.append(made.memory.verdict)
         assert list(made.phases)[:4] == ["load", "prefill", "decode", "first_step"]
-        slots = slots_of(3, 2)
         bytes_of_slots = cache_bytes(
-            read_model(recipe.model).architecture, rows=slots, tokens=48, dtype="float32"
+            read_model(recipe.model).architecture, rows=3, tokens=48, dtype="float32", spare=20
         )
         for phase in (Phase.PREFILL, Phase.DECODE):
             assert made.ledger.by_kind(phase)[Kind.KV_CACHE] == bytes_of_slots

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.families.capabilities.kv_cache import cache_bytes, layer_caches, slots_of
+from memfit.families.capabilities.kv_cache import cache_bytes, layer_caches
 from memfit.train.generation import loop
 from memfit.train.generation.loop import Settings, generate_batch
 from memfit.train.generation.slots import Slots
@@ -82,8 +82,8 @@ def max_gap(model, prompt, made, temperature):
 def test_slots_hold_the_bytes_that_a_family_declares(family, changes):
     recipe = make_recipe(family, config=CONFIGS[family] | changes)
     a = read_model(recipe.model).architecture
-    slots = Slots(layer_caches(a), 4, 30, torch.bfloat16, torch.device("cpu"))
-    assert slots.nbytes == cache_bytes(a, rows=4, tokens=30, dtype="bfloat16")
+    slots = Slots(layer_caches(a), 4, 30, 9, torch.bfloat16, torch.device("cpu"))
+    assert slots.nbytes == cache_bytes(a, rows=4, tokens=30, dtype="bfloat16", spare=9)
     out = make_built(recipe).model(input_ids=torch.ones(1, 12, dtype=torch.int64), use_cache=True)
     held = out.cache if hasattr(out, "cache") else out.past_key_values
     full = [x for x in held.layers if not x.is_sliding]
@@ -112,7 +112,7 @@ def test_a_sampled_row_is_the_same_in_any_slot_and_batch(family):
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("rows", [2, 3, 5, 8])
 def test_answers_of_a_group_share_one_prefill(family, rows, monkeypatch):
-    """Rows end at different times, so that most of a group begins from the spare slot."""
+    """Rows end at different times, so that most of a group begins from the spare row."""
     _, model = loud(family, SLIDING.get(family))
     prompts = make_prompts((5, 9, 3))
     asked = Settings(
@@ -253,8 +253,9 @@ def test_adapters_are_on_and_the_model_is_left_as_it_was():
         assert max_gap(model, prompt, one, 1.0) <= 1e-6
 
 
-def test_the_spare_slot_is_counted():
-    assert [slots_of(8, answers) for answers in (1, 2, 8)] == [8, 9, 9]
+def test_the_spare_row_is_as_long_as_prompts():
     a = read_model(make_recipe("mistral", config=CONFIGS["mistral"] | SLIDING["mistral"]).model)
     sizes = [cache_bytes(a.architecture, rows=1, tokens=n, dtype="float32") for n in (4, 5, 6)]
     assert [b - a for a, b in pairwise(sizes)] == [3 * 2 * 2 * 8 * 4, 0]
+    more = [cache_bytes(a.architecture, rows=8, tokens=n, dtype="float32", spare=4) for n in (4, 5)]
+    assert more == [9 * sizes[0], 8 * sizes[1] + sizes[0]]

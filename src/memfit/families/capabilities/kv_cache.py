@@ -38,19 +38,16 @@ def layer_caches(a: Architecture) -> tuple[LayerCache, ...]:
     )
 
 
-def cache_bytes(a: Architecture, *, rows: int, tokens: int, dtype: str) -> int:
-    """Return the bytes of the slots of these rows, each with room for these tokens.
+def cache_bytes(a: Architecture, *, rows: int, tokens: int, dtype: str, spare: int = 0) -> int:
+    """Return the bytes of the slots of these rows in flight, each with room for these tokens.
 
-    rows: in flight, and the spare one where several answers share a prompt (`slots_of`).
+    spare: the longest prompt, in tokens, where a prompt has several answers: one row more keeps
+    what was read of it until the last of them has begun.
     """
     elements = sum(
-        layer.heads * (layer.key + layer.value) * layer.columns(tokens)
+        layer.heads
+        * (layer.key + layer.value)
+        * (rows * layer.columns(tokens) + layer.columns(spare))
         for layer in layer_caches(a)
-    )  # fmt: skip
-    return rows * elements * DTYPE_BYTES[dtype]
-
-
-def slots_of(rows: int, answers: int) -> int:
-    """Slots for `rows` rows in flight. Where a prompt has several answers, one slot more keeps
-    what was read of it until the last of them has begun."""
-    return rows + (answers > 1)
+    )
+    return elements * DTYPE_BYTES[dtype]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memfit.core.errors import InvalidRequest
 from memfit.families import find_family
-from memfit.families.capabilities.kv_cache import layer_caches, slots_of
+from memfit.families.capabilities.kv_cache import layer_caches
 from memfit.records.ledger import Phase
 from memfit.records.model import Architecture
 from memfit.train.generation.calls import Caller
@@ -111,12 +111,11 @@ class _Loop:
         self.model = model
         self.caller = Caller(model, a)
         self.slots = Slots(
-            layer_caches(a), slots_of(self.width, settings.answers), total,
+            layer_caches(a), self.width, total, min(most, total) if settings.answers > 1 else 0,
             dtype or self.caller.key_dtype(), self.caller.device,
         )  # fmt: skip
-        self.spare = self.width  # the slot that keeps a prompt whose last answers wait
         observer.register_cache(*self.slots.tensors)
-        self.spare_prompt: int | None = None  # that prompt
+        self.spare_prompt: int | None = None  # the prompt in the spare row, whose last answers wait
         self.after: Tensor | None = None  # (1, vocab), the logits after it; made once
         self.waiting = deque(range(answers))
         self.rows: list[_Row] = []
@@ -197,10 +196,9 @@ class _Loop:
         prompts = [self.prompts[group[0] // each] for group in chosen]
         sources = [row for row, group in enumerate(chosen) for _ in group]
         targets = list(range(len(self.rows), len(self.rows) + len(sources)))
-        left = self.waiting and self.waiting[0] // each == chosen[-1][0] // each
-        spared = ([len(chosen) - 1], [self.spare]) if left else ([], [])
+        left = bool(self.waiting) and self.waiting[0] // each == chosen[-1][0] // each
         lengths = [len(p) for p in prompts]
-        now = Prefill(lengths, sources + spared[0], targets + spared[1], self.slots.device)
+        now = Prefill(lengths, sources, targets, left, self.slots.device)
         logits = self.caller.prefill(self.slots, prompts, now)
         if each > 1 and self.after is None:
             self.after = torch.empty_like(logits[-1:])
@@ -209,10 +207,10 @@ class _Loop:
             self.after.copy_(logits[-1:])
         for group in chosen:
             self.rows += [self._row(index) for index in group]
-        self._take(logits[now.sources[: len(sources)]], targets)
+        self._take(logits[now.sources], targets)
 
     def _begin_kept(self, free: int) -> None:
-        """Copy the spare slot to rows of its prompt that waited."""
+        """Copy the spare row to the slots of its prompt's answers that waited."""
         assert self.spare_prompt is not None
         assert self.after is not None
         prompt, each = self.spare_prompt, self.settings.answers
@@ -220,7 +218,7 @@ class _Loop:
         while free > len(targets) and self.waiting and self.waiting[0] // each == prompt:
             row = self._row(self.waiting.popleft())
             targets.append(len(self.rows))
-            self.slots.move(self.spare, len(self.rows), len(row.prompt))
+            self.slots.begin_spared(len(self.rows), len(row.prompt))
             self.rows.append(row)
         if not (self.waiting and self.waiting[0] // each == prompt):
             self.spare_prompt = None

@@ -4,6 +4,9 @@ A slot is a row of these tensors. A row's token at position p lies in column p, 
 in column p modulo its columns: the ring then holds the last tokens of the window. So of every
 layer a row at position p sees the columns up to p and no others: whatever a slot held before lies
 behind them, or is overwritten. Order does not matter to a softmax, so a ring needs no turning.
+
+Beside the slots a spare row holds a prompt whose last answers wait, and is no longer than prompts
+are.
 """
 
 from __future__ import annotations
@@ -27,15 +30,24 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = False
 
     def __init__(
-        self, kept: LayerCache, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, cache: LayerCache, slots: int, tokens: int, spare: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.is_sliding = bool(kept.window)
-        self.columns = kept.columns(tokens)
-        shape = (slots, kept.heads, self.columns)
-        # zeros and not left empty: what is masked is multiplied by 0, and 0 x NaN is NaN
-        self.keys = torch.zeros(*shape, kept.key, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, kept.value, dtype=dtype, device=device)
+        self.is_sliding = bool(cache.window)
+        self.columns = cache.columns(tokens)
+
+        def allocate(rows: int, columns: int, size: int) -> Tensor:
+            # zeros and not left empty: what is masked is multiplied by 0, and 0 x NaN is NaN
+            return torch.zeros(rows, cache.heads, columns, size, dtype=dtype, device=device)
+
+        self.keys = allocate(slots, self.columns, cache.key)
+        self.values = allocate(slots, self.columns, cache.value)
+        # (1, heads, columns, size) each: a prompt; empty where no answer of a read prompt waits
+        self.spares: tuple[Tensor, ...] = ()
+        if spare:
+            columns = cache.columns(spare)
+            self.spares = (allocate(1, columns, cache.key), allocate(1, columns, cache.value))
         self.is_initialized = True
         self.now: Prefill | Decode = Decode.nothing()  # replaced for each call of the model
 
@@ -59,10 +71,16 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.columns
 
     def move(self, source: int, target: int, tokens: int) -> None:
-        """Copy a row of so many tokens to another slot."""
+        """Copy a row of `tokens` tokens to another slot."""
         columns = min(tokens, self.columns)
         for held in (self.keys, self.values):
             held[target, :, :columns].copy_(held[source, :, :columns])
+
+    def begin_spared(self, target: int, tokens: int) -> None:
+        """Copy the spare row, a prompt of `tokens` tokens, to a slot."""
+        columns = min(tokens, self.columns)
+        for spare, held in zip(self.spares, (self.keys, self.values), strict=True):
+            held[target, :, :columns].copy_(spare[0, :, :columns])
 
 
 class Slots(Cache):  # type: ignore[misc]
@@ -73,13 +91,17 @@ class Slots(Cache):  # type: ignore[misc]
         layers: Sequence[LayerCache],
         slots: int,
         tokens: int,
+        spare: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """tokens: of a slot; spare: of the row that keeps a prompt, 0 for none."""
         # attention of a decoding step, for classes that ask for no name; set meanwhile
         self.attending: Callable[..., tuple[Tensor, None]] | None = None
         self.slots, self.tokens, self.device, self.dtype = slots, tokens, device, dtype
-        super().__init__(layers=[SlotLayer(kept, slots, tokens, dtype, device) for kept in layers])
+        super().__init__(
+            layers=[SlotLayer(layer, slots, tokens, spare, dtype, device) for layer in layers]
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -94,18 +116,23 @@ class Slots(Cache):  # type: ignore[misc]
             layer.now = now
 
     def move(self, source: int, target: int, tokens: int) -> None:
-        """Copy a row of so many tokens to another slot, in every layer."""
+        """Copy a row of `tokens` tokens to another slot, in every layer."""
         for layer in self.layers:
             layer.move(source, target, tokens)
+
+    def begin_spared(self, target: int, tokens: int) -> None:
+        """Copy the spare row, a prompt of `tokens` tokens, to a slot, in every layer."""
+        for layer in self.layers:
+            layer.begin_spared(target, tokens)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Keys and values of all layers."""
-        return tuple(x for layer in self.layers for x in (layer.keys, layer.values))
+        return tuple(x for layer in self.layers for x in (layer.keys, layer.values, *layer.spares))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of all slots, and of the spare row."""
         return sum(x.nbytes for x in self.tensors)
 
 
@@ -113,13 +140,16 @@ class Prefill:
     """A call over whole prompts, padded on the right: causal attention alone, as in training.
 
     sources, targets: row of the call -> slot that keeps it; a row may go to several slots.
+    spared: whether the last row of the call is kept in the spare row too.
     """
 
     before = 0
 
     def __init__(
-        self, lengths: Sequence[int], sources: list[int], targets: list[int], device: torch.device
-    ) -> None:
+        self, lengths: Sequence[int], sources: list[int], targets: list[int], spared: bool,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.spared = spared
         self.lengths = torch.tensor(lengths, device=device)
         self.longest = max(lengths)
         self.sources = torch.tensor(sources, device=device)
@@ -129,13 +159,16 @@ class Prefill:
     def store(self, layer: SlotLayer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write what the prompts leave; they attend with their own keys and values."""
         columns = layer.columns
-        for new, held in ((key, layer.keys), (value, layer.values)):
+        spares = layer.spares if self.spared else (None, None)
+        for new, held, spare in zip((key, value), (layer.keys, layer.values), spares, strict=True):
             if self.longest > columns:
                 index = self._ring(columns)[:, None, :, None]
-                kept = new.gather(2, index.expand(-1, new.shape[1], -1, new.shape[3]))
+                filled = new.gather(2, index.expand(-1, new.shape[1], -1, new.shape[3]))
             else:
-                kept = new
-            held[self.targets, :, : kept.shape[2]] = kept[self.sources].to(held.dtype)
+                filled = new
+            held[self.targets, :, : filled.shape[2]] = filled[self.sources].to(held.dtype)
+            if spare is not None:
+                spare[0, :, : filled.shape[2]].copy_(filled[-1])
         return key, value
 
     def _ring(self, columns: int) -> Tensor:
