@@ -37,6 +37,14 @@ OF_ONE_VALUE = {  # options that mean something beside one value of another key
 }
 # the name of a framework's own list of values, where it is not the key's
 DESCRIBED = {"optimizer.name": "optimizer", "optimizer.implementation": "implementation"}
+OF_GROUPS = {  # where their keys mean something
+    "lora": lambda recipe: recipe.method == "lora",
+    "freeze": lambda recipe: recipe.method == "freeze",
+    "preference": lambda recipe: recipe.prefers,
+    "rollout": lambda recipe: recipe.samples,
+    "policy": lambda recipe: recipe.samples,
+    "reward": lambda recipe: recipe.samples,
+}
 OF_OWN = (  # no plan of another framework's step has them
     "lean", "qat", "selective_blocks", "optimizer.in_backward", "optimizer.stochastic_rounding",
 )  # fmt: skip
@@ -70,10 +78,8 @@ def is_described(recipe, key, value):
 
 def counts(recipe, key):
     group, _, name = key.partition(".")
-    if group in ("lora", "freeze"):
-        return recipe.method == group
-    if group == "preference":
-        return recipe.prefers
+    if group in OF_GROUPS:
+        return OF_GROUPS[group](recipe)
     if group == "parallel":
         one = recipe.framework in ("hf-trainer", "trl")  # whose one policy is `zero`
         names = ("zero",) if one else ("zero", "reshard_after_forward")

@@ -28,7 +28,7 @@ from memfit.certify.evidence.certificate import make_certificate
 from memfit.families import read_model
 from memfit.parallelism.shards import held_bytes
 from memfit.records import read_json
-from memfit.records.ledger import Phase
+from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Parallel
 from memfit.records.request import Request, Task
 from memfit.records.results import Run
@@ -221,7 +221,9 @@ def held_to_certificates(runs, run, parallel, micro, **order):
         assert made.phases | {"load": made.phases["load"] + padding} == held, rank
     fullest = max(run.ranks, key=lambda held: max(held.values()))
     assert run.phases == (run.ranks[0] if recipe.parallel.pp == 1 else fullest)
-    absent = {Phase.GENERATE} | ({Phase.ACCUMULATE} if recipe.accumulation == 1 else set())
+    absent = {Phase.GENERATE, *ROLLOUT} | (
+        {Phase.ACCUMULATE} if recipe.accumulation == 1 else set()
+    )
     if recipe.parallel.pp > 1:  # the first stage's losses are another's
         absent |= {Phase.LOSS, Phase.BACKWARD}
     assert set(run.ranks[0]) == {str(phase) for phase in set(Phase) - absent}

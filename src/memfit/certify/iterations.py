@@ -30,7 +30,7 @@ from memfit.certify.tracing.trace_step import (
     worst_shapes,
 )
 from memfit.records.hardware import Device
-from memfit.records.ledger import Phase
+from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import Online, RewardSettings, Rollout
 from memfit.train.generation.sampling import NewTokens
@@ -165,7 +165,7 @@ class First:
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase of the rollout, or the update."""
-        if phase in (Phase.PREFILL, Phase.DECODE, Phase.SCORE, Phase.REFERENCE):
+        if phase in ROLLOUT:
             self._recorder.enter(phase)
         elif phase is Phase.FORWARD:
             self._recorder.enter(Phase.FIRST_STEP)

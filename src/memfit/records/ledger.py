@@ -49,6 +49,10 @@ class Phase(StrEnum):
     GENERATE = "generate"  # a process of its own, after training
 
 
+# of reinforcement learning, before the update of each iteration
+ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.SCORE, Phase.REFERENCE)
+
+
 class Entry(Record, frozen=True, kw_only=True):
     """Bytes of one kind, alive at the peak of one phase, and why."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memfit.records.ledger import Phase
+from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import Rollout
 from memfit.train.generation.sampling import NewTokens
@@ -31,7 +31,6 @@ from memfit.train.step.build import Built
 TIMES = 2  # the first iteration makes the optimizer's states
 WAVES = 2  # of answers: at the second, slots are filled anew; later ones are alike
 MICRO_BATCHES = 2  # the second holds what the first one left; later ones are alike
-DURING_ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.SCORE, Phase.REFERENCE)
 
 
 def rehearse(built: Built, observer: Observer) -> None:
@@ -88,7 +87,7 @@ class _First:
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase of the rollout, or the update."""
-        self._observer.enter(phase if phase in DURING_ROLLOUT else Phase.FIRST_STEP)
+        self._observer.enter(phase if phase in ROLLOUT else Phase.FIRST_STEP)
 
 
 class _Constant:

@@ -24,7 +24,7 @@ from memfit import catalog
 from memfit.core.errors import DoesNotFit, InvalidRequest, RunFailed
 from memfit.families import read_model
 from memfit.records import read_json
-from memfit.records.ledger import Phase
+from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
 from memfit.records.results import Certificate, OutOfMemory, Run
@@ -82,7 +82,6 @@ from memfit.train.step.step import StepResult, evaluate
 __all__ = ["Cadence", "Progress", "train"]
 
 UNTOUCHED = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)  # weights and states
-ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.SCORE, Phase.REFERENCE)
 
 
 def train(
