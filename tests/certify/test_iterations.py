@@ -12,11 +12,7 @@ from msgspec.structs import replace
 from tiny_steps import CONFIGS, CPU, H100, make_recipe
 
 from memfit.certify.evidence.certificate import make_certificate
-from memfit.certify.iterations import (
-    Constant,
-    First,
-    trace_iterations,
-)
+from memfit.certify.iterations import First, trace_iterations
 from memfit.families import read_model
 from memfit.families.capabilities.kv_cache import cache_bytes
 from memfit.records.ledger import Kind, Phase
@@ -26,6 +22,7 @@ from memfit.train.measure.live import LiveBytes
 from memfit.train.model.weights import fill_weights
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, iterate
+from memfit.train.rl.rehearsal import Constant
 from memfit.train.rl.rollout import Prompt, Sampling
 from memfit.train.rl.sampling import sample_in_slots
 from memfit.train.step.build import Built, build_model, build_optimizer

@@ -137,6 +137,21 @@ def test_answers_of_a_group_share_one_prefill(family, rows, monkeypatch):
     ]
 
 
+def test_the_spare_row_goes_to_a_slot_whatever_that_slot_held():
+    recipe = make_recipe("mistral", config=CONFIGS["mistral"] | SLIDING["mistral"])
+    layers = layer_caches(read_model(recipe.model).architecture)
+    slots = Slots(layers, 3, 12, 4, torch.float32, torch.device("cpu"))
+    for x in slots.tensors:
+        x.normal_()
+    before = [x.clone() for x in slots.tensors]
+    slots.begin_spared(1, 3)
+    for layer, olds in zip(slots.layers, zip(*[iter(before)] * 4, strict=True), strict=True):
+        for held, spare, old in zip((layer.keys, layer.values), layer.spares, olds, strict=False):
+            assert torch.equal(held[1, :, :3], spare[0, :, :3])
+            assert torch.equal(held[1, :, 3:], old[1, :, 3:])
+            assert torch.equal(held[[0, 2]], old[[0, 2]])
+
+
 def test_a_refilled_slot_knows_nothing_of_the_row_before():
     """A long row, then a short one in its slot: as if the short one were alone."""
     _, model = loud("llama")

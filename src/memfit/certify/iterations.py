@@ -8,10 +8,8 @@ the allocator holds by then is what a run meets whose answers grow. Of answers b
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,21 +30,11 @@ from memfit.certify.tracing.trace_step import (
 from memfit.records.hardware import Device
 from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
-from memfit.records.reinforcement import Online, RewardSettings, Rollout
-from memfit.train.generation.sampling import NewTokens
-from memfit.train.generation.settings import Completion
 from memfit.train.measure.observer import Observer
-from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, cut_all, iterate
-from memfit.train.rl.rewards.process import Judged
-from memfit.train.rl.rollout import Prompt, Sampling
-from memfit.train.rl.rows import Ids
-from memfit.train.rl.sampling import Sample, sample_in_slots
-from memfit.train.step.build import Built
+from memfit.train.rl.rehearsal import WAVES, make_learning
 
-WAVES = 2  # of answers: at the second, slots are filled anew
 ENDS = 4  # lengths of the short answers: an eighth, a quarter, ... of the longest
-ANY_REWARD = RewardSettings(funcs=("number",))  # where a plan names no function
 _READ = torch.ops.aten._local_scalar_dense.default
 _MAKE = torch.ops.aten.lift_fresh.default
 
@@ -65,7 +53,7 @@ def trace_iterations(recipe: Recipe, device: Device, *, workspaces: bool = True)
         built = load(recipe, kind, recorder, weights)
         for index, long in enumerate((True, False, True)):
             observer = recorder if index else First(recorder)
-            learning = make_learning(recipe, recorder, long=long)
+            learning = bound_learning(recipe, recorder, long=long)
             iterate(built, learning, index, observer=observer, cut=cut_few)
         save(built, kind, recorder)
     shapes = worst_shapes(recipe)
@@ -87,47 +75,18 @@ def describe_bounds(recipe: Recipe) -> tuple[str, ...]:
     return tuple(bounds)
 
 
-def make_learning(recipe: Recipe, observer: Observer, *, long: bool) -> Learning:
+def bound_learning(recipe: Recipe, observer: Observer, *, long: bool) -> Learning:
     """The trainer's own, over prompts as long as they may be, or half as long."""
     rollout = recipe.rollout
-    tokens = rollout.max_prompt_length if long else -(-rollout.max_prompt_length // 2)
-    groups = recipe.global_batch // rollout.num_generations
-    prompts = [Prompt([0] * tokens, {"prompt": ""})] * groups
-    limits = () if long else short_limits(recipe.global_batch, rollout.max_completion_length)
-    judges = Judges(recipe.reward if recipe.reward.funcs else ANY_REWARD, start=Constant)
-    sampling = Sampling(
-        rollout, prompts, groups, judges, lambda ids: "", make_sample(observer, limits), None,
-        recipe.seed,
-    )  # fmt: skip
-    return Learning(cast(Online, recipe.objective), recipe.policy, sampling)
+    if long:
+        return make_learning(recipe, observer, rollout.max_prompt_length)
+    limits = short_limits(recipe.global_batch, rollout.max_completion_length)
+    return make_learning(recipe, observer, -(-rollout.max_prompt_length // 2), limits)
 
 
 def short_limits(answers: int, most: int) -> tuple[int, ...]:
     """Of each answer: an eighth to a half of the longest, neighbours differing."""
     return tuple(-(-most * (1 + i % ENDS) // (2 * ENDS)) for i in range(answers))
-
-
-def make_sample(observer: Observer, limits: tuple[int, ...]) -> Sample:
-    """`sample_in_slots` of as many answers as differ in what they hold."""
-
-    def sample(
-        built: Built, prompts: Sequence[Ids], rollout: Rollout, end: int | None, seed: int
-    ) -> list[Completion]:
-        group, answers = rollout.num_generations, len(prompts)
-        shown = min(-(-WAVES * (rollout.rows or answers) // group) * group, answers)
-        made = sample_in_slots(
-            built, prompts[:shown], rollout, end, seed,
-            limits=limits[:shown], observer=observer, read=go_on,
-        )  # fmt: skip
-        return (made * -(-answers // shown))[:answers]
-
-    return sample
-
-
-def go_on(tokens: Tensor, chosen: Tensor, most: int) -> list[NewTokens]:
-    """Every row goes on until a step's shapes change: see `sampling.Read`."""
-    del chosen
-    return [([0] * most, [0.0] * most) for _ in range(len(tokens))]
 
 
 def cut_few(rows: int, each: int) -> Sequence[slice]:
@@ -171,30 +130,3 @@ class First:
             self._recorder.enter(Phase.FIRST_STEP)
         else:
             self._recorder.stay(phase)
-
-
-class Constant:
-    """A judge to whom all answers are alike."""
-
-    def __init__(self, spec: str, *, seconds: float, memory: int) -> None:
-        del spec, seconds, memory
-
-    def __enter__(self) -> Constant:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        pass
-
-    def judge(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Any],
-    ) -> Judged:
-        """1 each."""
-        del completions, completion_ids, columns
-        return Judged((1.0,) * len(prompts), Counter())

@@ -120,28 +120,16 @@ def _by_chunks(
     return sums
 
 
-def judge(policy: Tensor, labels: Tensor, *, learns: bool) -> tuple[Tensor, Tensor]:
-    """(rows,) or (2, rows) of the policy -> the loss, 0-dim, and sums of rewards, (3,); with a
-    cross-entropy, (4,)."""
+def judge(policy: Tensor, labels: Tensor, figures: int) -> tuple[Tensor, Tensor]:
+    """(rows,) or (2, rows) of the policy -> the loss, 0-dim, and sums of what the log shows,
+    (figures,): `RESULTS` of pairs or `RATINGS` of rated answers, and what stands beside them."""
     meter = policy.meter
     found = empty(meter, labels.shape, "bool")
     del found
     node = record(_judged_backward, (policy,))
     if node is not None:
         node.saved = [empty(meter, policy.shape, "float32")]
-    loss, sums = empty(meter, (), "float32"), empty(meter, (RESULTS + learns,), "float32")
-    return attach(node, loss), sums
-
-
-def judge_rated(policy: Tensor, labels: Tensor, *, mismatches: bool) -> tuple[Tensor, Tensor]:
-    """(rows,) of the policy -> the loss, 0-dim, and sums of rewards and counts."""
-    meter = policy.meter
-    found = empty(meter, labels.shape, "bool")
-    del found
-    node = record(_judged_backward, (policy,))
-    if node is not None:
-        node.saved = [empty(meter, policy.shape, "float32")]
-    loss, sums = empty(meter, (), "float32"), empty(meter, (RATINGS + mismatches,), "float32")
+    loss, sums = empty(meter, (), "float32"), empty(meter, (figures,), "float32")
     return attach(node, loss), sums
 
 

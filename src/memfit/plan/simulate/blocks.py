@@ -28,7 +28,7 @@ from memfit.families.shared.masks import make_masks
 from memfit.meta import Meter, Tensor
 from memfit.meta.distributed.offload import Load
 from memfit.meta.layers.dequantised import QUANTISED_DTYPE
-from memfit.meta.losses.preference import judge, judge_rated
+from memfit.meta.losses.preference import RATINGS, RESULTS, judge
 from memfit.plan.simulate.fsdp_units import Named, Units
 from memfit.plan.simulate.in_backward import Updates
 from memfit.plan.simulate.one_block import run_block
@@ -401,7 +401,7 @@ class _Simulation:
         self.mark("loss", "loss")
         policy = row_log_probs(forward, self.outside, hidden, labels, chunk, inputs.context)
         del hidden
-        found = judge(policy, labels, learns=bool(self.setting.learns))
+        found = judge(policy, labels, RESULTS + bool(self.setting.learns))
         del reference
         return found
 
@@ -434,7 +434,7 @@ class _Simulation:
         self.mark("loss", "loss")
         policy = row_log_probs(forward, self.outside, hidden, labels, self.setting.chunk)
         del hidden
-        found = judge_rated(policy, labels, mismatches=baseline is not None)
+        found = judge(policy, labels, RATINGS + (baseline is not None))
         del reference, baseline
         return found
 

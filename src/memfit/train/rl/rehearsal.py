@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
-from memfit.records.reinforcement import Rollout
+from memfit.records.reinforcement import RewardSettings, Rollout
 from memfit.train.generation.sampling import NewTokens
 from memfit.train.generation.settings import Completion
 from memfit.train.measure.observer import Observer
@@ -30,15 +30,18 @@ from memfit.train.step.build import Built
 
 TIMES = 2  # the first iteration makes the optimizer's states
 WAVES = 2  # of answers: at the second, slots are filled anew; later ones are alike
+ANY_REWARD = RewardSettings(funcs=("number",))  # where a plan names no function
 MICRO_BATCHES = 2  # the second holds what the first one left; later ones are alike
 
 
 def rehearse(built: Built, observer: Observer) -> None:
     """Run iterations that hold as much as any of the run's."""
     recipe = built.recipe
+    tokens = recipe.rollout.max_prompt_length
     for index in range(TIMES):
         watching = observer if index else _First(observer)
-        iterate(built, _longest(recipe, watching), index, observer=watching, cut=cut_few)
+        learning = make_learning(recipe, watching, tokens)
+        iterate(built, learning, index, observer=watching, cut=cut_few)
 
 
 def cut_few(rows: int, each: int) -> Sequence[slice]:
@@ -46,13 +49,20 @@ def cut_few(rows: int, each: int) -> Sequence[slice]:
     return cut_all(rows, each)[:MICRO_BATCHES]
 
 
-def _longest(recipe: Recipe, observer: Observer) -> Learning:
+def make_learning(
+    recipe: Recipe, observer: Observer, tokens: int, limits: tuple[int, ...] = ()
+) -> Learning:
+    """A run's own, over prompts of `tokens` tokens, whose answers all have the same reward.
+
+    limits: tokens of each answer; empty: each is as long as it may be.
+    """
     rollout = recipe.rollout
     groups = recipe.global_batch // rollout.num_generations
-    prompts = [Prompt([0] * rollout.max_prompt_length, {"prompt": ""})] * groups
+    prompts = [Prompt([0] * tokens, {"prompt": ""})] * groups
+    judges = Judges(recipe.reward if recipe.reward.funcs else ANY_REWARD, start=Constant)
     sampling = Sampling(
-        rollout, prompts, groups, Judges(recipe.reward, start=_Constant), lambda _: "",
-        partial(_sample_few, observer=observer), None, recipe.seed,
+        rollout, prompts, groups, judges, lambda _: "",
+        partial(_sample_few, observer=observer, limits=limits), None, recipe.seed,
     )  # fmt: skip
     assert recipe.objective in ("grpo", "rloo")
     return Learning(recipe.objective, recipe.policy, sampling)
@@ -60,19 +70,20 @@ def _longest(recipe: Recipe, observer: Observer) -> Learning:
 
 def _sample_few(
     built: Built, prompts: Sequence[Ids], rollout: Rollout, end: int | None, seed: int,
-    *, observer: Observer,
+    *, observer: Observer, limits: tuple[int, ...],
 ) -> list[Completion]:  # fmt: skip
     """`sample_in_slots` of two waves of answers, which stand for all."""
     group, answers = rollout.num_generations, len(prompts)
     shown = min(-(-WAVES * (rollout.rows or answers) // group) * group, answers)
     made = sample_in_slots(
-        built, prompts[:shown], rollout, end, seed, observer=observer, read=_go_on
-    )
+        built, prompts[:shown], rollout, end, seed,
+        limits=limits[:shown], observer=observer, read=_go_on,
+    )  # fmt: skip
     return (made * -(-answers // shown))[:answers]
 
 
 def _go_on(tokens: Tensor, chosen: Tensor, most: int) -> list[NewTokens]:
-    """Every row goes on until a step's shapes change."""
+    """Every row goes on until a step's shapes change: see `sampling.Read`."""
     del chosen
     return [([0] * most, [0.0] * most) for _ in range(len(tokens))]
 
@@ -90,13 +101,13 @@ class _First:
         self._observer.enter(phase if phase in ROLLOUT else Phase.FIRST_STEP)
 
 
-class _Constant:
+class Constant:
     """A judge to whom all answers are alike."""
 
     def __init__(self, spec: str, *, seconds: float, memory: int) -> None:
         del spec, seconds, memory
 
-    def __enter__(self) -> _Constant:
+    def __enter__(self) -> Constant:
         return self
 
     def __exit__(
