@@ -34,6 +34,10 @@ def said(found, words):
         ({}, "weights, gradients and optimizer states stored in fp32; products in bf",
          {"precision": "bf16-mixed"}),
         ({}, "learning rate", {"optimizer.learning_rate": 1e-4}),
+        ({"task.objective": "kto"}, "kto's baseline a mean over `micro_batch: 8`",
+         {"micro_batch": 4}),
+        ({"task.objective": "kto", "task.global_batch": 6}, "a mean over `micro_batch: 6`",
+         {"preference.loss_type": "apo_zero_unpaired"}),
     ],
     ids=str,
 )  # fmt: skip

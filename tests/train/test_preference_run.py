@@ -365,9 +365,9 @@ REFUSED = {
         {"preference": PreferenceRequest(gamma=0.5)},
         "`preference.gamma: 0.5` with",
     ),
-    "a micro-batch that kto's plan would choose": (
-        {"task": Task(objective="kto")},
-        "`micro_batch: auto` under `objective: kto`",
+    "a global batch that has no part for kto's baseline": (
+        {"task": Task(objective="kto", global_batch=11)},
+        "has 2 to 8 rows",
     ),
     "kto's baseline of one row": (
         {"task": Task(objective="kto"), "micro_batch": 1},

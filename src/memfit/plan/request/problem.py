@@ -34,7 +34,12 @@ from memfit.plan.request.assumed import count_steps, describe_names
 from memfit.plan.request.lean import choose_lean, requested_lean
 from memfit.plan.request.meshes import list_meshes
 from memfit.plan.request.model_reference import find_published, find_reference
-from memfit.plan.request.objectives.pairs import check_pairs, choose_preference
+from memfit.plan.request.objectives.pairs import (
+    check_pairs,
+    choose_preference,
+    describe_baseline,
+    settle_baseline,
+)
 from memfit.plan.request.objectives.sampled import (
     check_sampled,
     choose_policy,
@@ -98,7 +103,8 @@ def read_problem(
     catalogue row says every size, which is all that planning needs, but not the rotary base.
     """
     own = find_framework(request.framework).runs
-    request = settle_compiled(request) if own else request
+    stated = request
+    request = settle_baseline(settle_compiled(request)) if own else request
     reference = find_reference(request.model)
     if published and find_weights(request, reference) == "pretrained":
         reference = find_published(reference)
@@ -112,7 +118,7 @@ def read_problem(
         device=device,
         usable=usable,
         usable_because=because,
-        assumptions=_assumptions(request, model),
+        assumptions=_assumptions(stated, request, model),
     )
     if own:
         check_allocator(request.allocator, device)
@@ -198,8 +204,11 @@ def find_usable(request: Request, device: Device) -> tuple[int | None, str]:
     return memory, f"a rank's share of {what}" if shared else what
 
 
-def _assumptions(request: Request, model: Model) -> tuple[str, ...]:
+def _assumptions(stated: Request, request: Request, model: Model) -> tuple[str, ...]:
+    """What the request, as `stated` and as settled, leaves at its default."""
     lines = [*describe_names(request)]
+    if baseline := describe_baseline(stated, request):
+        lines.append(baseline)
     if request.task.sequence_length == "auto":
         lines.append(f"sequence_length {sequence_length(request, model)} (not asked for)")
     if request.task.global_batch == "auto":

@@ -15,6 +15,8 @@ from memfit.records.objectives import (
 from memfit.records.recipe import ADAPTED, Method, Preference, Reference
 from memfit.records.request import Request
 
+USUAL_ROWS = 8  # `per_device_train_batch_size` of transformers.TrainingArguments, TRL's as well
+
 
 def check_pairs(request: Request) -> None:
     """Raise InvalidRequest for what `objectives` refuses of a recipe, where the request says it."""
@@ -24,7 +26,8 @@ def check_pairs(request: Request) -> None:
         return
     micro, batch = request.micro_batch, request.global_batch
     if found.rated:
-        _check_mismatched(request)
+        if _has_baseline(request) and micro != "auto":
+            check_baseline(objective, micro)
     elif batch % 2:
         raise InvalidRequest(
             f"`task.global_batch: {batch}` is odd, and `objective: {objective}` takes pairs of"
@@ -44,21 +47,39 @@ def check_pairs(request: Request) -> None:
         )
 
 
-def _check_mismatched(request: Request) -> None:
-    """Raise InvalidRequest where the plan would choose over how many rows a baseline is a mean."""
-    objective, micro = find_objective(request.task.objective), request.micro_batch
-    stated = request.preference.loss_type
-    loss = "" if stated == "auto" else stated
-    if not objective.find_loss(loss).mismatches:
-        return
-    if micro == "auto":
+def settle_baseline(request: Request) -> Request:
+    """The request with the micro-batch that its baseline is a mean over, where none is stated.
+
+    KTO's baseline z0 is a mean over a micro-batch: another one learns something else, so that no
+    search may choose it. It is the batch of a device that users of TRL and Hugging Face's Trainer
+    get where they state none, or the largest part of a smaller global batch.
+    """
+    if request.micro_batch != "auto" or not _has_baseline(request):
+        return request
+    parts = [rows for rows in range(2, USUAL_ROWS + 1) if not request.global_batch % rows]
+    if not parts:
         raise InvalidRequest(
-            f"`micro_batch: auto` under `objective: {objective.name}`, whose baseline z0 is a mean"
-            " over a micro-batch: another one learns something else, so that no plan chooses it",
-            hint="use `micro_batch: 2` or more, or `preference.loss_type: apo_zero_unpaired`,"
-            " which has no baseline",
+            f"`task.global_batch: {request.global_batch}` under `objective:"
+            f" {request.task.objective}`, whose baseline z0 is a mean over a micro-batch: no part"
+            f" of it has 2 to {USUAL_ROWS} rows",
+            hint="use `task.global_batch: 16`, or state `micro_batch`",
         )
-    check_baseline(objective.name, micro)
+    return replace(request, micro_batch=parts[-1])
+
+
+def describe_baseline(request: Request, settled: Request) -> str:
+    """What `settle_baseline` has chosen; "" where nothing."""
+    if settled.micro_batch == request.micro_batch:
+        return ""
+    objective = request.task.objective
+    return f"{objective}'s baseline a mean over `micro_batch: {settled.micro_batch}` (not asked for)"
+
+
+def _has_baseline(request: Request) -> bool:
+    objective, stated = find_objective(request.task.objective), request.preference.loss_type
+    if not objective.rated:
+        return False
+    return objective.find_loss("" if stated == "auto" else stated).mismatches
 
 
 def check_described(request: Request) -> None:
