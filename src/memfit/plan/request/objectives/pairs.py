@@ -72,7 +72,8 @@ def describe_baseline(request: Request, settled: Request) -> str:
     if settled.micro_batch == request.micro_batch:
         return ""
     objective = request.task.objective
-    return f"{objective}'s baseline a mean over `micro_batch: {settled.micro_batch}` (not asked for)"
+    rows = settled.micro_batch
+    return f"{objective}'s baseline a mean over `micro_batch: {rows}` (not asked for)"
 
 
 def _has_baseline(request: Request) -> bool:
