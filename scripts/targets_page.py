@@ -132,9 +132,7 @@ def reading(command: list[str], files: list[Path]) -> list[str]:
     """What `memfit check` says of the files that were just written, by the export's own command."""
     names = {path.name for path in files}
     check = [f"{OUT}/{word}" if word in names else word for word in command[1:]]
-    said = run(check).split("\n\n")
-    head, assumed = said[0], [part for part in said if part.startswith(("Assumed", "Keys not"))]
-    return shown(check, "\n\n[…]\n\n".join([head, "\n\n".join(assumed)]))
+    return shown(check, run(check))
 
 
 def shown(arguments: list[str], said: str) -> list[str]:

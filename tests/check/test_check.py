@@ -691,7 +691,10 @@ def test_the_command_answers_by_its_exit_code(tmp_path, capsys, device, code):
     assert command("check", str(file), "--device", device) == code
     said = capsys.readouterr().out
     assert ("DOES NOT FIT" in said) == (code == 3)
-    assert "Assumed of the files" in said
+    assert "read as TRL: a step of trl" in said
+    assert ("Smallest changes that fit" in said) == (code == 3)
+    assert command("check", str(file), "--device", device, "--why") == code
+    assert "Assumed of the files" in capsys.readouterr().out
     assert command("check", str(file), "--device", device, "--json") == code
     assert json.loads(capsys.readouterr().out)["plan"]["recipe"]["framework"] == "trl"
 

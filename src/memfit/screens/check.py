@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memfit.core.units import show_bytes
 from memfit.core.wording import VERDICTS
 from memfit.screens.plan import show_plan
-from memfit.screens.widgets.layout import STYLES, bullets, say
-from memfit.screens.widgets.terminal import Console
+from memfit.screens.short import (
+    FEW,
+    MOST,
+    WHOLE,
+    Lines,
+    describe_memory,
+    describe_recipe,
+    describe_time,
+    list_assumed,
+    text,
+)
+from memfit.screens.widgets.layout import INDENT, STYLES, bullets, plain, say
+from memfit.screens.widgets.terminal import Console, Styled
 
 # of verdicts that have a sentence of their own
 WORDS = {
@@ -19,6 +30,11 @@ MEANS = {
     "capacity": "the device has", "free": "free of it", "allocated": "in torch's tensors",
     "reserved": "held by torch", "outside": "held by others than torch's allocator",
 }  # fmt: skip
+
+OF_FILES = "Assumed of the files"
+OUT_OF_MEMORY = "The out-of-memory message"
+CHANGES = "Smallest changes that fit"
+NO_CHANGE = "none of the keys that memfit knows"
 
 if TYPE_CHECKING:
     from memfit.check import Checked
@@ -39,20 +55,67 @@ def show_check(
     *,
     why: bool,
 ) -> None:
-    """The verdict and its breakdown as of any plan; what would fit; how the files were read."""
-    say(console, f"Read as {' and '.join(checked.tools)}", style="bold")
+    """The verdict, what is not described, what would fit, and how the files were read.
+
+    why: with the breakdown as of any plan, and every line of the lists; else 24 lines at most.
+    """
     verdict = (*WORDS[answer.verdict], answer.headline) if answer.headline else None
-    show_plan(console, plan, commands=[], why=why, verdict=verdict)
-    bullets(console, "Not described", [_name(one) for one in checked.undescribed])
-    if plan.memory.verdict != "fits":
-        none = ["none of the keys that memfit knows"]
-        heads = "Smallest changes that fit" + (
-            ", of what is described" if checked.undescribed else ""
-        )
-        bullets(console, heads, [_say(one) for one in smallest] or none)
-    bullets(console, "Assumed of the files", checked.assumed)
-    if found is not None:
-        bullets(console, "The out-of-memory message", _explain(found))
+    lists: dict[str, Sequence[str]] = {
+        OUT_OF_MEMORY: [] if found is None else _explain(found),
+        "Not described": [_name(one) for one in checked.undescribed],
+        _head_changes(checked): [_say(one) for one in smallest] or [NO_CHANGE],
+        OF_FILES: checked.assumed,
+    }
+    if plan.memory.verdict == "fits":
+        del lists[_head_changes(checked)]
+    if not why:
+        _show_short(console, checked, plan, verdict, lists)
+        return
+    say(console, f"Read as {' and '.join(checked.tools)}", style="bold")
+    show_plan(console, plan, commands=[], why=True, verdict=verdict)
+    for title, lines in lists.items():
+        bullets(console, title, lines)
+
+
+def _head_changes(checked: Checked) -> str:
+    return CHANGES + (", of what is described" if checked.undescribed else "")
+
+
+def _show_short(
+    console: Console,
+    checked: Checked,
+    plan: Plan,
+    verdict: tuple[str, str, str] | None,
+    lists: dict[str, Sequence[str]],
+) -> None:
+    """What is assumed is cut to what is left of the lines."""
+    lines = describe_memory(console, plan, verdict)
+    lines += describe_recipe(console, plan, " and ".join(checked.tools))
+    if verdict is None and plan.memory.verdict != "does_not_fit":
+        lines += describe_time(console, plan)
+    assumed = [*lists.pop(OF_FILES, []), *plan.assumptions]
+    lines += _fit(console, lists, MOST - 2 - len(lines))
+    left = MOST - 1 - len(lines)
+    for line in (*lines, *list_assumed(console, assumed, left if assumed else 0)):
+        console.write(line)
+    console.write([Styled(plain(console, WHOLE), "dim")])
+
+
+def _fit(console: Console, lists: Mapping[str, Sequence[str]], most: int) -> Lines:
+    """The first rows of each list, as many and as much of each as so many lines hold."""
+    lines: Lines = []
+    for few, each in ((FEW, 2), (FEW, 1), (2, 2), (2, 1), (1, 1)):
+        lines = []
+        for title, rows in lists.items():
+            if rows:
+                more = f" (the first {few} of {len(rows)})" if len(rows) > few else ""
+                lines += [(), *text(console, title + more, style="bold")]
+            whole = 3 if title.startswith(CHANGES) else each  # what half a change says helps nobody
+            for row in rows[:few]:
+                lines += text(console, row, indent=INDENT, most=whole)
+        if len(lines) <= most:
+            break
+    return lines
 
 
 def _name(one: Undescribed) -> str:
@@ -78,29 +141,27 @@ def _yaml(value: object) -> str:
 
 
 def _explain(found: Diagnosed) -> list[str]:
-    """What the message says, and what of the prediction it fits."""
+    """What of the prediction the message fits, then what the message says."""
     message = found.message
     lines = [f"{show_bytes(message.tried)} was asked of the device"]
-    for name in ("capacity", "free", "allocated", "reserved", "outside"):
-        value = getattr(message, name)
-        if value is not None:
-            lines.append(f"{MEANS[name]}: {show_bytes(value)}")
-    if found.causes:
-        ranked = (f"{one.what}: {show_bytes(one.nbytes)}" for one in found.causes)
-        lines += [f"beyond the prediction, {one}" for one in ranked]
     if found.other_device:
         lines.append("it is of a device of another size than the one asked about: `--device`")
-    if found.fragmented:
-        lines.append(
-            "torch held that much and could not use it: it was in pieces"
-            " (PYTORCH_ALLOC_CONF=expandable_segments:True)"
-        )
     for one in found.suspects:
         shape = " x ".join(map(str, one.shape))
         lines.append(f"of that size: {one.what}, {shape} in {one.dtype}")
     if not found.suspects:
         lines.append("of that size: none of the step's large tensors, as memfit lists them")
+    lines += [f"beyond the prediction, {one.what}: {show_bytes(one.nbytes)}" for one in found.causes]
+    if found.fragmented:
+        lines.append(
+            "torch held that much and could not use it: it was in pieces"
+            " (PYTORCH_ALLOC_CONF=expandable_segments:True)"
+        )
     if message.allocated is not None:
         phase = found.phase or "none: so much is in no phase of the prediction"
         lines.append(f"predicted to need so much first: {phase}")
+    for name in ("capacity", "free", "allocated", "reserved", "outside"):
+        value = getattr(message, name)
+        if value is not None:
+            lines.append(f"{MEANS[name]}: {show_bytes(value)}")
     return lines

@@ -1,7 +1,7 @@
-"""The short screen of `memfit plan` and `memfit predict`: 24 lines of 80 columns at most.
+"""The short screen of `memfit plan`, `predict` and `check`: 24 lines of 80 columns at most.
 
 Verdict, bar, recipe, time and money, three levers or three ways out, what was assumed, what to type
-next. `--why` shows the whole of it (`memfit.screens.plan`).
+next. `--why` shows the whole of it (`memfit.screens.plan`, `memfit.screens.check`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Lines = list[Line]
 
 def show_short(console: Console, plan: Plan, *, commands: Sequence[str]) -> None:
     """Print the screen; what was assumed is cut to what is left of 24 lines."""
-    above = [*_describe_memory(console, plan), *_describe_recipe(console, plan)]
+    above = [*describe_memory(console, plan), *describe_recipe(console, plan)]
     if not plan.ways_out:  # each has a time of its own
-        above += _describe_time(console, plan)
+        above += describe_time(console, plan)
     below = _list_next(console, commands)
     left = MOST - len(above) - len(below) - 1
     for few in range(FEW, 0, -1):
@@ -44,12 +44,12 @@ def show_short(console: Console, plan: Plan, *, commands: Sequence[str]) -> None
             above += levers
             left -= len(levers)
             break
-    for line in (*above, *_list_assumed(console, plan, max(left, 1)), *below):
+    for line in (*above, *list_assumed(console, plan.assumptions, max(left, 1)), *below):
         console.write(line)
     console.write([Styled(plain(console, WHOLE), "dim")])
 
 
-def _text(
+def text(
     console: Console, words: str, *, style: str = "", indent: int = 0, most: int = 0
 ) -> Lines:
     """Wrap text into lines; most: of their number, with an ellipsis where that cuts it."""
@@ -60,20 +60,26 @@ def _text(
     return [[Styled(" " * indent), Styled(line, style)] for line in lines]
 
 
-def _describe_memory(console: Console, plan: Plan) -> Lines:
-    """The verdict with margin and range, the bar, and its largest parts."""
+def describe_memory(
+    console: Console, plan: Plan, verdict: tuple[str, str, str] | None = None
+) -> Lines:
+    """The verdict with margin and range, the bar, and its largest parts.
+
+    verdict: another one than the prediction's own: its word, style and sentence.
+    """
     memory = plan.memory
     world = plan.recipe.parallel.world
     many = f"{world} x " if world > 1 else ""
     subject = f"{plan.recipe.model.name} on {many}{plan.recipe.device}"
     if memory.peak_allocated is None:
         return [
-            *_text(console, f"memory unknown: {subject}", style="bold"),
-            *_text(console, memory.because, indent=INDENT, most=4),
+            *text(console, f"memory unknown: {subject}", style="bold"),
+            *text(console, memory.because, indent=INDENT, most=4),
         ]
-    word, style = VERDICTS[memory.verdict], STYLES[memory.verdict]
+    own = VERDICTS[memory.verdict], STYLES[memory.verdict], describe_needed(memory)
+    word, style, sentence = verdict or own
     lines: Lines = [[Styled(word, style), Styled(f"  {plain(console, subject)}")]]
-    lines += _text(console, describe_needed(memory), most=3)
+    lines += text(console, sentence, most=3)
     parts, width = parts_of(memory), console.width - 2 * INDENT
     margin = Styled(" " * INDENT)
     bar = stacked_bar(parts, line=memory.usable, width=width, ascii_only=console.ascii_only)
@@ -89,10 +95,11 @@ def _describe_memory(console: Console, plan: Plan) -> Lines:
     return [*lines, [*key, Styled("GiB", "dim")]]
 
 
-def _describe_recipe(console: Console, plan: Plan) -> Lines:
-    """Whose step it is, and its recipe."""
+def describe_recipe(console: Console, plan: Plan, read_as: str = "") -> Lines:
+    """Whose step it is, and its recipe; read_as: the tools whose files say so."""
     r = plan.recipe
     whose = "memfit's own step" if r.is_own else f"a step of {r.framework}"
+    whose = f"read as {read_as}: {whose}" if read_as else whose
     names = r.lora.targets
     targets = ",".join(names) if len(names) < 3 else f"{len(names)} projections a block"
     method: str = r.method
@@ -102,7 +109,7 @@ def _describe_recipe(console: Console, plan: Plan) -> Lines:
     redo = f"{r.recompute_blocks} blocks recomputed" if r.recompute_blocks else "nothing recomputed"
     redo += f", {r.selective_blocks} selectively" if r.selective_blocks else ""
     offload = f", {r.offload} offloaded" if r.offload != "none" else ""
-    lines = _text(
+    lines = text(
         console,
         f"{whose}: {objective}{method}, {r.precision}, {r.optimizer.name}, sequence"
         f" {r.sequence_length}, batch {r.micro_batch} x {r.accumulation}{_describe_axes(r)},"
@@ -110,7 +117,7 @@ def _describe_recipe(console: Console, plan: Plan) -> Lines:
         style="dim", most=2 if plan.ways_out else 3,
     )  # fmt: skip
     if r.is_own and is_pure(r):
-        lines += _text(
+        lines += text(
             console,
             describe_storage(plan.request, r),
             style="bold yellow",
@@ -127,11 +134,11 @@ def _describe_axes(recipe: Recipe) -> str:
     return f" on {own.world} ranks ({', '.join(f'{n} {getattr(own, n)}' for n in names)})"
 
 
-def _describe_time(console: Console, plan: Plan) -> Lines:
+def describe_time(console: Console, plan: Plan) -> Lines:
     """Time and money with their range; what nobody knows says unknown."""
     time, cost, steps = plan.time, plan.cost, plan.recipe.steps
     if time.step_seconds is None:
-        return _text(console, f"time unknown: {time.because}", most=2)
+        return text(console, f"time unknown: {time.because}", most=2)
     low, high = time.step_seconds_low, time.step_seconds_high
     ranges = None if low is None or high is None else (low, high)
 
@@ -154,7 +161,7 @@ def _describe_time(console: Console, plan: Plan) -> Lines:
         parts.append(f"cost {cost.usd:,.2f} USD{between(cost.usd, lambda n: f'{n:,.2f}')}")
     elif time.total_seconds is not None:
         parts.append("cost unknown: no price is on record")
-    return [*_text(console, step, most=2), *_text(console, ", ".join(parts), most=2)]
+    return [*text(console, step, most=2), *text(console, ", ".join(parts), most=2)]
 
 
 def _list_levers(console: Console, plan: Plan, few: int) -> Lines:
@@ -170,8 +177,8 @@ def _list_levers(console: Console, plan: Plan, few: int) -> Lines:
         return []
     if not any("*" in row for row in rows):
         title = title.replace(f" ({OTHERWISE})", "")
-    lines: Lines = [(), *_text(console, title, style="bold")]
-    return [*lines, *(line for row in rows for line in _text(console, row, indent=INDENT, most=2))]
+    lines: Lines = [(), *text(console, title, style="bold")]
+    return [*lines, *(line for row in rows for line in text(console, row, indent=INDENT, most=2))]
 
 
 def _describe_levers(plan: Plan, few: int) -> list[str]:
@@ -227,10 +234,11 @@ def _describe_way(way: WayOut) -> str:
     return f"{_type(way.changes)}{mark}: {way.title}, {units.show_gib(needs)}{time}{usd}"
 
 
-def _list_assumed(console: Console, plan: Plan, most: int) -> Lines:
-    if not plan.assumptions:
+def list_assumed(console: Console, assumed: Sequence[str], most: int) -> Lines:
+    """What is taken for granted, within so many lines."""
+    if not assumed:
         return []
-    return _text(console, f"Assumed: {'; '.join(plan.assumptions)}", style="dim", most=most)
+    return text(console, f"Assumed: {'; '.join(assumed)}", style="dim", most=most)
 
 
 def _list_next(console: Console, commands: Sequence[str]) -> Lines:
