@@ -18,8 +18,8 @@ LOG = (
 CASES = {
     "fits": (MODEL, "", 0, ["FITS", "a step", "tokens/s", "read as TRL"]),
     "does not fit": (BIG, "", 3, ["DOES NOT FIT", "Smallest changes that fit", "GiB"]),
-    "one key": (MODEL + "reward_model_path: a/b\n", "", 4, ["NOT KNOWN", "`reward_model_path: a/b`"]),
-    "nine keys": (BIG + STRANGE, "", 3, ["Not described (the first", "of 9)", "Smallest changes"]),
+    "one key": (MODEL + "reward_model_path: a/b\n", "", 4, ["NOT KNOWN", "`reward_model_path: a"]),
+    "nine keys": (BIG + STRANGE, "", 3, ["Not described (", "of 9)", "Smallest changes"]),
     "a log": (MODEL, LOG, 4, ["The out-of-memory message", "beyond the prediction, "]),
     "all at once": (BIG + STRANGE, LOG, 3, ["Not described", "2.00 GiB was asked", "Smallest"]),
 }  # fmt: skip

@@ -151,7 +151,9 @@ def _explain(found: Diagnosed) -> list[str]:
         lines.append(f"of that size: {one.what}, {shape} in {one.dtype}")
     if not found.suspects:
         lines.append("of that size: none of the step's large tensors, as memfit lists them")
-    lines += [f"beyond the prediction, {one.what}: {show_bytes(one.nbytes)}" for one in found.causes]
+    lines += [
+        f"beyond the prediction, {one.what}: {show_bytes(one.nbytes)}" for one in found.causes
+    ]
     if found.fragmented:
         lines.append(
             "torch held that much and could not use it: it was in pieces"

@@ -49,9 +49,7 @@ def show_short(console: Console, plan: Plan, *, commands: Sequence[str]) -> None
     console.write([Styled(plain(console, WHOLE), "dim")])
 
 
-def text(
-    console: Console, words: str, *, style: str = "", indent: int = 0, most: int = 0
-) -> Lines:
+def text(console: Console, words: str, *, style: str = "", indent: int = 0, most: int = 0) -> Lines:
     """Wrap text into lines; most: of their number, with an ellipsis where that cuts it."""
     lines = wrap(plain(console, words), console.width - indent)
     if most and len(lines) > most:
