@@ -102,7 +102,7 @@ def _show_short(
 
 
 def _fit(console: Console, lists: Mapping[str, Sequence[str]], most: int) -> Lines:
-    """The first rows of each list, as many and as much of each as so many lines hold."""
+    """The first rows of each list, as many of each as `most` lines hold."""
     lines: Lines = []
     for few, each in ((FEW, 2), (FEW, 1), (2, 2), (2, 1), (1, 1)):
         lines = []

@@ -233,7 +233,7 @@ def _describe_way(way: WayOut) -> str:
 
 
 def list_assumed(console: Console, assumed: Sequence[str], most: int) -> Lines:
-    """What is taken for granted, within so many lines."""
+    """What is taken for granted, in `most` lines at most."""
     if not assumed:
         return []
     return text(console, f"Assumed: {'; '.join(assumed)}", style="dim", most=most)
