@@ -18,7 +18,7 @@ WORDS = {
     "device": "rtx-4090", "gpus": 2, "nodes": 2, "memory": "20 GiB", "method": "lora",
     "seq_len": "8k", "batch": 2, "tokens": "50M", "epochs": 1.5, "data": "x.jsonl",
     "objective": "sft", "steps": 30, "lora_rank": 8, "precision": "bf16",
-    "optimizer": "adamw8bit", "framework": "trl",
+    "optimizer": "adamw8bit", "framework": "trl", "save_every": 50, "evaluate_every": 20,
 }  # fmt: skip
 READ = {"seq_len": 8192, "tokens": 50_000_000}
 

@@ -4,11 +4,13 @@ import json
 import re
 
 import pytest
+from msgspec.structs import replace
 
 from memfit import api
 from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.files.run_folder import check_folder
-from memfit.records import from_data, write_json
+from memfit.records import from_data, read_json, write_json
+from memfit.records.habits import RunRequest
 from memfit.records.request import Request
 from memfit.train.checkpoint.export import save_model
 from memfit.train.data.tokenizer import train_tokenizer
@@ -102,6 +104,21 @@ def test_a_folder_takes_its_run_on_other_ranks_and_nothing_else(tmp_path):
     ):
         with pytest.raises(InvalidRequest, match="holds a run of another request"):
             check_folder(tmp_path, [from_data(asked | other, Request, source="the test")])
+
+
+def test_how_a_run_goes_on_around_its_steps_may_change(tmp_path, monkeypatch, model_folder):
+    asked = {"model": "llama-3.1-8b", "task": {"steps": 5, "global_batch": 8}}
+    write_json(tmp_path / "request.json", from_data(asked, Request, source="the test"))
+    run = {"run": {"save_every": 2, "best_by": "loss", "patience": 3}}
+    check_folder(tmp_path, [from_data(asked | run, Request, source="the test")])
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    home = tmp_path / "run"
+    start(tmp_path, model_folder)
+    before = [(home / name).read_bytes() for name in ("plan.json", "certificate.json")]
+    request = read_json(home / "request.json", Request)
+    api.prepare(replace(request, run=RunRequest(keep=5)), home)
+    assert [(home / name).read_bytes() for name in ("plan.json", "certificate.json")] == before
+    assert read_json(home / "request.json", Request).run.keep == 5
 
 
 def test_a_limit_that_nothing_meets_leaves_nothing_behind(tmp_path, monkeypatch, model_folder):

@@ -150,6 +150,15 @@ KEYS = {
     "limits.tight": "true takes a recipe that fits by typical figures, without a margin",
     "limits.time": "for example 48 h",
     "limits.cost": "for example 5000 USD",
+    "run": "how a run goes on around its steps; it may change when the run goes on",
+    "run.save_every": "steps between checkpoints; below 1 a share of the run; 0: a tenth of it",
+    "run.evaluate_every": "steps between evaluations of the held-out data, stated alike",
+    "run.evaluate_tokens": "held-out tokens of each evaluation; 0: all after the last step, and"
+    " before it what a twentieth of the time allows; all each time with best_by",
+    "run.keep": "newest checkpoints that stay; the best one is among them",
+    "run.best_by": "an evaluation's figure, such as loss: the run ends with the best one's weights",
+    "run.patience": "evaluations in turn that are no better, after which the run stops; 0: never",
+    "run.min_improvement": "that counts as better for patience",
     "tokenizer": "folder or hub id; empty uses the model's own",
     "seed": "names the run: data order, dropout and random weights follow from it",
 }

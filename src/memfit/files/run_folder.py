@@ -98,12 +98,13 @@ def check_folder(folder: Path, requests: Sequence[Request]) -> None:
     accepts the request that it was made of, or the plan itself as a request. A run may continue on
     other ranks: the keys that state the ranks and how each cuts its share may differ together.
     """
+    requests = [request.planned for request in requests]
     held: list[Request] = []
     if (folder / "request.json").exists():
-        held = [read_json(folder / "request.json", Request)]
+        held = [read_json(folder / "request.json", Request).planned]
     if (folder / "plan.json").exists():
         made = read_plan(folder / "plan.json")
-        of_plan = [made.request, state(made)]
+        of_plan = [made.request.planned, state(made).planned]
         if not held or any(request in held for request in of_plan):
             held += of_plan
     if not held:

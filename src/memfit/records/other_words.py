@@ -132,6 +132,24 @@ def _experts(value: Any) -> Answer:
     return Answer({"parallel.ep": value, "framework": "megatron"}, "memfit's own step has no `ep`")
 
 
+def _times(value: Any) -> Answer:
+    share = 0.0 if _is_off(value) else round(1 / float(value), 4)
+    if not 0 < share < 1:
+        return Answer({}, "`run.save_every` and `run.evaluate_every` are steps, or shares of a run")
+    return Answer(
+        {"run.save_every": share, "run.evaluate_every": share}, "a share is of the whole run"
+    )
+
+
+def _metric(value: Any) -> Answer:
+    name = str(value).removeprefix("eval_")
+    return Answer({"run.best_by": "loss" if _is_off(value) else name})
+
+
+def _patience(value: Any) -> Answer:
+    return Answer({"run.patience": 0 if _is_off(value) else value, "run.best_by": "loss"})
+
+
 def _compile(value: Any) -> Answer:
     return Answer({"compile": "none" if _is_off(value) else "blocks"})
 
@@ -275,11 +293,18 @@ WORDS: dict[str, Word] = {
     "gpu_memory": _key("limits.memory"), "max_memory": _key("limits.memory"),
     "budget": _key("limits.cost"), "cost": _key("limits.cost"), "price": _key("hardware.price"),
     "time": _key("limits.time"),
+    # around the steps
+    "save_steps": _key("run.save_every"), "eval_steps": _key("run.evaluate_every"),
+    "save_total_limit": _key("run.keep"), "evals_per_epoch": _times, "saves_per_epoch": _times,
+    "metric_for_best_model": _metric, "load_best_model_at_end": _switch({"run.best_by": "loss"}),
+    **dict.fromkeys(("early_stopping_patience", "early_stopping_steps"), _patience),
+    "early_stopping_threshold": lambda value: Answer(
+        {"run.min_improvement": value, "run.patience": 3, "run.best_by": "loss"}),
     # what nothing here depends on
     **dict.fromkeys(
-        ("save_steps", "save_strategy", "logging_steps", "report_to", "eval_steps", "run_name",
+        ("save_strategy", "logging_steps", "report_to", "run_name",
          "eval_strategy", "evaluation_strategy", "push_to_hub", "wandb_project", "device_map",
-         "save_total_limit", "chat_template", "template", "dataset_text_field", "group_by_length",
+         "chat_template", "template", "dataset_text_field", "group_by_length",
          "remove_unused_columns", "dataloader_num_workers", "random_state", "val_set_size",
          "special_tokens", "trust_remote_code", "do_train", "overwrite_output_dir"),
         _UNSEEN,

@@ -23,6 +23,7 @@ from memfit.core.system.reading import (
 )
 from memfit.objectives import NOT_BUILT, find_objective
 from memfit.records import Record, from_data, to_data
+from memfit.records.habits import RunRequest
 from memfit.records.looser import read_looser
 from memfit.records.model import ModelReference
 from memfit.records.other_words import describe_word
@@ -274,6 +275,7 @@ class Request(Record, frozen=True, kw_only=True):
     allocator: str = ""  # as in PYTORCH_ALLOC_CONF, such as "expandable_segments:True"
     hardware: Hardware = Hardware()
     limits: Limits = Limits()
+    run: RunRequest = RunRequest()
     tokenizer: str = ""  # a folder or hub id; "" uses the model's own
     seed: NotNegative = 0
 
@@ -344,6 +346,11 @@ class Request(Record, frozen=True, kw_only=True):
             return stated
         each = math.lcm(self.shares * self.least_rows, self.generations)
         return -(-USUAL_BATCH // each) * each
+
+    @property
+    def planned(self) -> Request:
+        """The same without what no plan depends on: how a run goes on around its steps."""
+        return msgspec.structs.replace(self, run=RunRequest())
 
     @property
     def with_batch(self) -> Request:

@@ -129,7 +129,7 @@ def _plan_of(folder: Path, request: Request) -> Plan | None:
         return None
     made = read_plan(folder / "plan.json")
     # its length may not have been known when it was made
-    return made if request in (made.request, state(made)) else None
+    return made if request.planned in (made.request.planned, state(made).planned) else None
 
 
 def _reuse(

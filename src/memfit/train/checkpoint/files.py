@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,14 +61,37 @@ def put_in_place(temporary: Path, target: Path) -> None:
     flush(target.parent)
 
 
-def remove_old(root: Path, newest: Path) -> None:
-    """Delete all but the two that end with the newest, which was just written.
+class Keep(NamedTuple):
+    """Which checkpoints stay when another one is written."""
 
-    Those of later steps are damaged, or the run would have gone on from them: they count as none,
-    and are replaced when the run is there.
-    """
-    folders = _folders(root)
-    for old in folders[: max(0, folders.index(newest) + 1 - NEWEST)]:
+    newest: int = NEWEST
+    best: int = 0  # the step of the best evaluation so far; 0: none is kept for that
+
+    def leaves(self, root: Path, written: Path) -> list[Path]:
+        """The checkpoints to delete: the oldest, until `newest` are left. As in transformers
+        (`rotate_checkpoints`), the one just written and the best one stay and count among them.
+
+        Those of later steps are damaged, or the run would have gone on from them: they count as
+        none, and are replaced when the run is there.
+        """
+        folders = _folders(root)
+        folders = folders[: folders.index(written) + 1]
+        stays = {written, folder_of(root, self.best)} & set(folders)
+        others = [folder for folder in folders if folder not in stays]
+        return others[: max(0, len(folders) - max(self.newest, len(stays)))]
+
+
+USUAL = Keep()
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return root / f"step-{step:06}"
+
+
+def remove_old(root: Path, written: Path, keep: Keep = USUAL) -> None:
+    """Delete what need not stay beside the checkpoint that was just written."""
+    for old in keep.leaves(root, written):
         _remove(old)
 
 

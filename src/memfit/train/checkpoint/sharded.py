@@ -38,10 +38,13 @@ from memfit.records.recipe import Parallel
 from memfit.train.checkpoint.files import (
     FOLDER,
     UNFINISHED,
+    USUAL,
+    Keep,
     check_state,
     checkpoint_tensors,
     describe_files,
     failed_to_save,
+    folder_of,
     on_host,
     put_in_place,
     remove_old,
@@ -71,13 +74,13 @@ class Saver:
         self._step = 0
         self._failure: Exception | None = None
 
-    def save(self, step: int, built: Built, data_digest: str) -> None:
+    def save(self, step: int, built: Built, data_digest: str, keep: Keep = USUAL) -> None:
         """Write step-…; returns when it is whole, or at once where it is written meanwhile.
 
         Raises RunFailed on all ranks where one of them cannot write this one, or the one before.
         """
         self.finish()
-        target = self._root / f"step-{step:06}"
+        target = folder_of(self._root, step)
         temporary = self._root / f"{UNFINISHED}{target.name}"
         weights, tensors, scalars = checkpoint_tensors(built)
         held = {**weights, **tensors}
@@ -98,7 +101,10 @@ class Saver:
 
         self._ranks.from_first(begin)
         self._writing = threading.Thread(
-            target=self._write, args=(state, temporary, target), name="checkpoint", daemon=True
+            target=self._write,
+            args=(state, temporary, target, keep),
+            name="checkpoint",
+            daemon=True,
         )
         self._writing.start()
         if not self._asynchronous:
@@ -128,7 +134,9 @@ class Saver:
             part, mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
         )
 
-    def _write(self, state: Mapping[str, Tensor], temporary: Path, target: Path) -> None:
+    def _write(
+        self, state: Mapping[str, Tensor], temporary: Path, target: Path, keep: Keep
+    ) -> None:
         try:
             writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
             save(dict(state), storage_writer=writer, process_group=self._group)
@@ -140,7 +148,7 @@ class Saver:
             if self._ranks.rank == 0:
                 write_manifest(temporary, {n: part for part in found for n, part in part.items()})
                 put_in_place(temporary, target)
-                remove_old(self._root, target)
+                remove_old(self._root, target, keep)
             dist.barrier(group=self._group)
         except Exception as error:  # told by `finish`, in the thread that trains
             self._failure = error

@@ -8,7 +8,7 @@
                                manifest.json           size and SHA-256 of the other files
 
 Batches and random numbers are functions of (seed, step), so the step is all else there is. A
-folder is written under another name, flushed to disk and renamed; all but the last two are deleted.
+folder is written under another name, flushed to disk and renamed; of older ones `run.keep` stay.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from torch import Tensor
 from memfit.train.checkpoint.files import (
     FOLDER,
     UNFINISHED,
+    USUAL,
+    Keep,
     check_state,
     checkpoint_tensors,
     describe_files,
     failed_to_save,
+    folder_of,
     on_host,
     put_in_place,
     remove_old,
@@ -43,14 +46,17 @@ from memfit.train.step.host_states import Offloaded
 WEIGHTS = "weights.safetensors"
 
 
-def save_checkpoint(run: Path, step: int, built: Built, data_digest: str) -> Path:
-    """Write `run`/checkpoints/step-… and delete all but the newest two.
+def save_checkpoint(
+    run: Path, step: int, built: Built, data_digest: str, keep: Keep = USUAL
+) -> Path:
+    """Write `run`/checkpoints/step-… and delete all but those to keep, the newest two unless
+    another number is stated.
 
     Raises RunFailed when the disk is full or not writable; earlier checkpoints are untouched and
     nothing half written is left.
     """
     root = run / FOLDER
-    target = root / f"step-{step:06}"
+    target = folder_of(root, step)
     temporary = root / f"{UNFINISHED}{target.name}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -62,7 +68,7 @@ def save_checkpoint(run: Path, step: int, built: Built, data_digest: str) -> Pat
         raise failed_to_save(step, root, error) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    remove_old(root, target)
+    remove_old(root, target, keep)
     return target
 
 

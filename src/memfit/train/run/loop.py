@@ -3,7 +3,7 @@
 folder/run.json      what was measured; written at the start, with each checkpoint, at the end
        log.jsonl     one object a step
        ranks/        the same two of every other rank
-       checkpoints/  the last two
+       checkpoints/  the last two, or as many as `run.keep` says, and the best where it is kept
        model/        the result
 """
 
@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -31,10 +32,14 @@ from memfit.records.results import Certificate, OutOfMemory, Run
 from memfit.records.shapes import BatchShape, bounding_shapes, evaluation_shapes
 from memfit.train.checkpoint.export import FOLDER as MODEL
 from memfit.train.checkpoint.export import check_model, save_model
+from memfit.train.checkpoint.files import FOLDER as CHECKPOINTS
 from memfit.train.checkpoint.files import (
     LOGGED,
+    Keep,
     check_digest,
     checkpoint_state,
+    find_damage,
+    folder_of,
     newest_checkpoint,
     remove_unfinished,
 )
@@ -43,6 +48,7 @@ from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.data.prepare import build_samplers, read_data
 from memfit.train.data.sampler import Micro, Sampler
 from memfit.train.distributed.ranks import MoreRanks, Ranks, explained_loss
+from memfit.train.habits.stopping import check_best, read_evaluations
 from memfit.train.measure.counters import (
     Meter,
     count_beside,
@@ -60,7 +66,7 @@ from memfit.train.rl.online import digest_rewards, learning_of, take_iteration
 from memfit.train.rl.rehearsal import rehearse
 from memfit.train.run.certified import find_excess, find_other_version
 from memfit.train.run.guard import Interrupts, explained_out_of_memory, locked
-from memfit.train.run.logs import Log
+from memfit.train.run.logs import Log, read_log
 from memfit.train.run.oom_report import describe_shortage, find_alive
 from memfit.train.run.progress import Facts, Moment, Progress, Silent
 from memfit.train.run.session import (
@@ -135,6 +141,8 @@ def train(
             if before.finished and (folder / MODEL).is_dir():
                 check_model(folder)
                 return before
+        cadence = cadence or Cadence(**msgspec.structs.asdict(request.run))
+        check_best(recipe, cadence, held_out=data.held_out is not None)
         training, held_out = build_samplers(request, recipe, data, ranks.rank)
         bounds = training.bounds()
         held_out_bounds = held_out.bounds_once() if held_out else None
@@ -154,7 +162,7 @@ def train(
             ),
             progress=progress if progress is not None and first else Silent(),
             ranks=ranks,
-            cadence=cadence or Cadence(),
+            cadence=cadence,
             certificate=certificate,
             interrupts=interrupts,
             learning=learning,
@@ -238,7 +246,11 @@ def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool
         ) as log:
             if log.damage and not session.ranks.rank:  # others may have joined later
                 session.warn(log.damage)
+            session.evaluated = _read_evaluated(session)
             for index in range(session.done, session.recipe.steps):
+                if session.judged.stops:
+                    session.progress.note(_describe_stop(session))
+                    break
                 _stop_if_asked(session, built, log, index)
                 where = f"step {index + 1}"
                 with explained_out_of_memory(
@@ -248,10 +260,45 @@ def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool
                     _advance(session, built, log, index)
         if session.saver is not None:
             session.saver.finish()
+        _take_best(session, built)
         _export(session, built)
-        return write_run(session, session.recipe.steps, finished=True)
+        return write_run(session, session.done, finished=True)
     finally:
         session.progress.end()
+
+
+def _read_evaluated(session: Session) -> list[tuple[int, float]]:
+    """Evaluations of an earlier start, where they are compared."""
+    if not session.cadence.best_by:
+        return []
+    rows = [row for row in read_log(session.home) if row["step"] <= session.done]
+    return read_evaluations(rows, session.cadence.best_by)
+
+
+def _describe_stop(session: Session) -> str:
+    cadence, judged = session.cadence, session.judged
+    return (
+        f"stopping after step {session.done} of {session.recipe.steps}: {cadence.patience}"
+        f" evaluations in turn were no better than step {judged.best}'s {cadence.best_by} of"
+        f" {judged.value:.4f}"
+    )
+
+
+def _take_best(session: Session, built: Built) -> None:
+    """Put the weights of the best evaluation back, of which the model is then written."""
+    best = session.judged.best
+    if best in (0, session.done):
+        return
+    folder = folder_of(session.folder / CHECKPOINTS, best)
+    damage = session.ranks.from_first(lambda: find_damage(folder))
+    if damage:
+        session.warn(f"the best checkpoint `{folder}` is lost ({damage}): model/ is of the last")
+        return
+    load_checkpoint(folder, built, session.data.training.digest)
+    session.progress.note(
+        f"model/ is of step {best}, whose held-out {session.cadence.best_by} of"
+        f" {session.judged.value:.4f} was the best"
+    )
 
 
 def _export(session: Session, built: Built) -> None:
@@ -348,9 +395,10 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
     before = _evaluate_rounding(session, built) if index == 0 else {}
     row = before | _take_step(session, built, index)
     last = step == recipe.steps
-    if session.held_out is not None and (
+    evaluates = session.held_out is not None and (
         last or step % session.every(session.cadence.evaluate_every) == 0
-    ):
+    )
+    if evaluates and session.held_out is not None:
         # the last one is reported: of all that is held out, unless so many tokens are stated
         tokens = session.cadence.evaluate_tokens if last else evaluation_tokens(session)
         row |= _evaluate(session, built, session.held_out, tokens)
@@ -370,7 +418,10 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
             skipped=session.skipped,
         )
     )
-    if last or step % session.every(session.cadence.save_every) == 0:
+    if evaluates and session.cadence.best_by:
+        session.evaluated += read_evaluations([row], session.cadence.best_by)
+    ends = last or session.judged.stops or session.judged.best == step
+    if ends or step % session.every(session.cadence.save_every) == 0:
         _save(session, built, log, step)
 
 
@@ -532,12 +583,13 @@ def _save(session: Session, built: Built, log: Log, step: int) -> None:
     log.flush()
     session.note_outliers(count_outliers(built.model))
     digest, saver = session.data.training.digest, session.saver
+    keep = Keep(session.cadence.keep, session.judged.best)
 
     def save() -> None:
         if saver is None:
-            save_checkpoint(session.folder, step, built, digest)
+            save_checkpoint(session.folder, step, built, digest, keep)
         else:
-            saver.save(step, built, digest)
+            saver.save(step, built, digest, keep)
 
     session.meter.watch(built, Phase.SAVE, save)
     session.compare()

@@ -14,7 +14,8 @@ from memfit.adapters import find_adapter
 from memfit.core.errors import RunFailed
 from memfit.families import read_model
 from memfit.parallelism.shards import fullest_rank
-from memfit.records import Record, from_data, to_data, write_json
+from memfit.records import from_data, to_data, write_json
+from memfit.records.habits import RunRequest, count_every
 from memfit.records.ledger import Phase
 from memfit.records.recipe import Recipe
 from memfit.records.results import Certificate, Measurement, Run
@@ -24,6 +25,7 @@ from memfit.train.data.prepare import Data
 from memfit.train.data.sampler import Sampler
 from memfit.train.distributed.ranks import Ranks
 from memfit.train.distributed.stragglers import Waiting
+from memfit.train.habits.stopping import Judged, judge
 from memfit.train.measure.counters import Meter, time_measurements
 from memfit.train.rl.learn import Learning
 from memfit.train.rl.prompts import PromptRows
@@ -37,21 +39,18 @@ from memfit.train.run.rollout_figures import measure_rollouts, show_answers
 WATCHED_FIRST = 3  # steps
 EXPOSED = "exposed_communication_seconds"  # in a step's line of the log
 COUNTED = "torch.profiler: a collective runs and nothing computes; median of steps looked at"
-PARTS = 10  # a run is saved and evaluated this often, unless it is told otherwise
 EVALUATED = 0.15  # held-out tokens read in all, over tokens trained on: a twentieth of the time
 
 
-class Cadence(Record, frozen=True, kw_only=True):
-    """How often, in steps; 0 means a tenth of the run."""
+class Cadence(RunRequest, frozen=True, kw_only=True):
+    """How a run goes on around its steps: what a request says, and what it does not.
+
+    evaluate_tokens of 0: all after the last step, and before it what a twentieth of the run's time
+    allows; all each time where evaluations are compared.
+    """
 
     # many ranks: checkpoints are copied to the host and written while training goes on
     asynchronous: bool | None = None  # None: on GPUs
-
-    save_every: int = 0
-    evaluate_every: int = 0
-    # held-out tokens of each evaluation; 0: all after the last step, and before it what a twentieth
-    # of the run's time allows
-    evaluate_tokens: int = 0
     watch_every: int = 20  # CPU: a step whose tensors are all counted; the first three are, too.
     # Many ranks: at least so many between two steps whose collectives are looked at
 
@@ -81,6 +80,8 @@ class Session:
     log_digest: str = ""  # of log.jsonl up to `done`, as the checkpoint there says
     done: int = 0  # steps whose result is complete
     begun: int = 0  # of these, those before this start
+    # step and value of each evaluation, where they are compared
+    evaluated: list[tuple[int, float]] = field(default_factory=list)
     outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
     watcher: Watcher = field(init=False)
     waiting: Waiting = field(init=False)
@@ -93,6 +94,11 @@ class Session:
             every=self.cadence.watch_every,
             groups=self.recipe.parallel.pp,
         )
+
+    @property
+    def judged(self) -> Judged:
+        """What the evaluations so far say; nothing unless they are compared."""
+        return judge(self.evaluated, self.cadence)
 
     @property
     def sampler(self) -> Sampler:
@@ -117,9 +123,9 @@ class Session:
         starts = range(0, len(apart), parallel.cp)
         return [tuple(map(sum, zip(*apart[at : at + parallel.cp], strict=True))) for at in starts]
 
-    def every(self, asked: int) -> int:
-        """Steps between two of what `asked` says."""
-        return asked or max(1, self.recipe.steps // PARTS)
+    def every(self, stated: float) -> int:
+        """Steps between two of what happens so often; see `RunRequest`."""
+        return count_every(stated, self.recipe.steps)
 
     def warn(self, text: str) -> None:
         """Tell the user now, and whoever reads run.json."""
@@ -145,9 +151,9 @@ class Session:
 
 def evaluation_tokens(session: Session) -> int:
     """Held-out tokens of an evaluation during training: at least one global batch; in a long run,
-    what a twentieth of its time allows."""
+    what a twentieth of its time allows. All (0) where evaluations are compared with the last."""
     recipe, cadence = session.recipe, session.cadence
-    if cadence.evaluate_tokens:
+    if cadence.evaluate_tokens or cadence.best_by:
         return cadence.evaluate_tokens
     batch = recipe.global_batch * recipe.sequence_length
     times = -(-recipe.steps // session.every(cadence.evaluate_every))
@@ -205,6 +211,9 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         found["loss.evaluation"] = replace(measured, spread=error)
     found |= _measure_rewards(rows, held_out, "answers" if session.recipe.rates else "pairs")
     found |= measure_rollouts(rows, plain)
+    if (judged := session.judged).best:
+        name = f"best.{session.cadence.best_by}"
+        found[name] = _measured(judged.value, "of an evaluation", f"step {judged.best}; {held_out}")
     if rows and "loss_rounded" in rows[0] and evaluations:
         kind = session.recipe.qat
         for name, value, when in (

@@ -1,0 +1,66 @@
+"""`run` of a request: how often a run is evaluated and saved, what it keeps, and when it stops.
+
+No byte of a step depends on it, so that it is no part of a recipe, and may change when a run goes
+on in its folder.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+
+from memfit.core.errors import InvalidRequest
+from memfit.records import Record
+
+Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
+NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
+NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
+PARTS = 10  # a run is saved and evaluated this often, unless it is stated
+
+
+class RunRequest(Record, frozen=True, kw_only=True):
+    """How a run goes on around its steps."""
+
+    save_every: NotNegativeFloat = 0.0  # steps; below 1 a share of the run; 0: a tenth
+    evaluate_every: NotNegativeFloat = 0.0  # the same
+    evaluate_tokens: NotNegative = 0  # held-out tokens of each; 0: what a twentieth of the time is
+    keep: Positive = 2  # newest checkpoints
+    best_by: str = ""  # the model with the best held-out `loss`, … is what the run ends with
+    patience: NotNegative = 0  # evaluations in turn that are no better, after which it stops
+    min_improvement: NotNegativeFloat = 0.0  # that counts as better
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest for a number of steps that is none, or a key without an effect."""
+        for name in ("save_every", "evaluate_every"):
+            value = getattr(self, name)
+            if value > 1 and value != int(value):
+                raise InvalidRequest(
+                    f"`run.{name}: {value}` is no number of steps",
+                    hint="write whole steps, or a share of the run below 1, such as 0.1",
+                )
+        if self.patience and not self.best_by:
+            raise InvalidRequest(
+                f"`run.patience: {self.patience}` is set, and `run.best_by` does not say by what"
+                " an evaluation is better",
+                hint="add `run.best_by: loss`",
+            )
+        if self.min_improvement and not self.patience:
+            raise InvalidRequest(
+                f"`run.min_improvement: {self.min_improvement}` has an effect on `run.patience`"
+                " alone, which is 0",
+                hint="add `run.patience: 3`, or leave it out",
+            )
+
+    @property
+    def rises(self) -> bool:
+        """Whether more is better of what is compared; as in transformers, a loss falls."""
+        return not self.best_by.endswith("loss")
+
+
+def count_every(stated: float, steps: int) -> int:
+    """Steps between two of what happens so often; a share is rounded up, as in transformers."""
+    if not stated:
+        return max(1, steps // PARTS)
+    return math.ceil(stated * steps) if stated < 1 else int(stated)

@@ -1,0 +1,1 @@
+"""What fine-tuners expect around and within the steps of a run: one habit a file."""
