@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.accuracy.corpus import read_corpus, read_refused
+from memfit.accuracy.decode_errors import DecodeCompared, decode_errors_of
 from memfit.accuracy.time_errors import NEAR, TimeAccuracy, TimeGroup, compare_times
 
 FIGURES = Path(__file__).resolve().parent.parent / "bench" / "results" / "accuracy_time.json"
@@ -67,7 +68,7 @@ def judge() -> TimeAccuracy:
     return compare_times(read_corpus(), read_refused())
 
 
-def section(found: TimeAccuracy) -> str:
+def section(found: TimeAccuracy, rates: Sequence[DecodeCompared]) -> str:
     """Everything about times."""
     parts = [HEAD]
     heads = [g for g in (found.headline, found.test) if g]
@@ -78,7 +79,40 @@ def section(found: TimeAccuracy) -> str:
     parts += ["## The layout that would be chosen\n", choices(found)]
     parts += ["## The worst\n", worst(found)]
     parts += ["## Times that are not expressible\n", refused(found)]
+    parts += ["## Rates of decoding\n", decoding(rates)]
     return "\n".join(parts)
+
+
+def decoding(rates: Sequence[DecodeCompared]) -> str:
+    """Published tokens a second beside what is predicted of them."""
+    errors = decode_errors_of(rates)
+    lines = [
+        "Tokens a second of all rows in flight, from `measurements/decoding/`: what other engines"
+        " reached, and what is predicted of the same bytes, FLOP and launches. *Ratio* is measured"
+        f" seconds over predicted ones. Of {errors.rows} rows whose operations the host launches"
+        " one by one, as memfit's loop does, and off which no constant was read, the median is"
+        f" {errors.median:.2f} and 9 in 10 lie from {errors.low:.2f} to {errors.high:.2f}, which"
+        " is the range of a plan's decoding; they are from"
+        f" {errors.lowest:.2f} to {errors.highest:.2f} in all. What differs most is the host: an"
+        " RTX 4090 beside a desktop's processor launches twice as fast as assumed, a T4 in a cloud"
+        " half as fast; `memfit calibrate` measures yours. CUDA graphs spare launches: memfit"
+        " has none, and those rows are in no range.",
+        "",
+        "| device | model | base | rows | tokens | launches | measured | predicted | ratio | half |"
+        " source |",
+        "|---|---|---|--:|---|---|--:|--:|--:|---|---|",
+    ]
+    for c in rates:
+        r = c.row
+        base = f"{r.base_format}{', scales quantised' if r.double_quantised else ''}"
+        base += f", outliers above {r.outlier_threshold:g}" if r.outlier_threshold else ""
+        base += f", {r.adapters} adapters a block" if r.adapters else ""
+        lines.append(
+            f"| {r.device} | {r.model} | {base} | {r.rows} | {r.prompt} + {r.completion} |"
+            f" {r.launches} | {r.tokens_per_second:,.4g} | {c.predicted:,.4g} | {c.ratio:.2f} |"
+            f" {r.split} | [{r.source}]({r.url}) |"
+        )
+    return "\n".join([*lines, ""])
 
 
 def table(way: str, groups: Sequence[TimeGroup]) -> str:

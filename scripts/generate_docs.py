@@ -38,10 +38,11 @@ import time_page
 import trust_table
 
 from memfit import records
-from memfit.accuracy import corpus, folklore, time_errors
+from memfit.accuracy import corpus, decode_errors, folklore, time_errors
 from memfit.certify.tracing.workspace import NOT_COUNTED, PRODUCTS, RULES
 from memfit.cli.app import VERBS, app
 from memfit.plan.step_time import time_range
+from memfit.plan.step_time.rollouts import decode_range
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Command line
@@ -114,6 +115,7 @@ def workspaces() -> str:
 
 def main() -> None:
     found, times = accuracy_page.judge(), accuracy_time_page.judge()
+    decoding = decode_errors.compare_decoding(decode_errors.read_decode_rows())
     rules = folklore.judge(corpus.read_corpus(), found)
     wanted = {
         layers_table.PAGE: layers_table.write_page(),
@@ -135,13 +137,14 @@ def main() -> None:
         DOCS / "refusals.md": refusals_page.page(),
         **{DOCS / "targets" / name: text for name, text in targets_page.pages().items()},
         DOCS / "accuracy.md": accuracy_page.page(found, rules),
-        DOCS / "accuracy_time.md": accuracy_time_page.section(times),
+        DOCS / "accuracy_time.md": accuracy_time_page.section(times, decoding),
         DOCS / "time.md": time_page.page(times),
         accuracy_time_page.FIGURES: accuracy_time_page.record(times),
         DOCS / "accuracy.svg": accuracy_page.plot(found),
         **trust_table.pages(found, times),
         answer_picture.PICTURE: answer_picture.picture(),
         accuracy_page.FIGURES: accuracy_page.record(found),
+        decode_range.FILE: records.to_json(decode_errors.decode_errors_of(decoding)) + "\n",
         time_range.FILE: records.to_json(time_errors.errors_of(times)) + "\n",
         folklore.FILE: records.to_json(list(rules)) + "\n",
         corpus.home() / "row.schema.json": json.dumps(corpus.schema(), indent=1) + "\n",

@@ -6,9 +6,11 @@ library is one of `ORACLES`.
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -258,3 +260,57 @@ def test_declarations_are_read_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+# -- rows that a kernel multiplies by codes ------------------------------------------------------
+
+MULTIPROCESSORS = {  # of devices of each compute capability, the smallest and the largest
+    "7.5": (40, 40), "8.0": (108, 108), "8.6": (20, 84), "8.9": (20, 142), "9.0": (114, 132),
+    "10.0": (148, 148), "12.0": (30, 188), "12.1": (48, 48),
+}  # fmt: skip
+# (out, in) of 4 million weights or more: Llama's, Qwen's and GPT-NeoX's projections
+LARGE = [
+    (1024, 4096), (1024, 5120), (4096, 4096), (14336, 4096), (4096, 14336), (5120, 5120),
+    (13824, 5120), (5120, 13824),
+    (18432, 6144), (6144, 6144), (24576, 6144), (6144, 24576), (12288, 4096), (4096, 12288),
+    (8192, 8192), (28672, 8192), (8192, 28672), (3072, 8192), (8192, 3072),
+]  # fmt: skip
+
+
+def bitsandbytes_choice():
+    """Its own rule of which product takes the fused kernel, without the CUDA build around it."""
+    path = Path(bnb.__file__).parent / "backends" / "cuda" / "ops.py"
+    name = "_gemm_4bit_use_custom_cuda"
+    (rule,) = (
+        node for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )  # fmt: skip
+    rule.decorator_list = []
+    device = {}
+    space = {
+        "torch": torch, "_GEMM_4BIT_CUSTOM_FLOOR_M": 4,
+        "_gpu_dispatch_props": lambda index: device["props"],
+    }  # fmt: skip
+    exec(compile(ast.Module([rule], []), str(path), "exec"), space)
+    return space[name], device
+
+
+@pytest.mark.parametrize("capability", MULTIPROCESSORS)
+def test_rows_that_are_multiplied_by_codes_are_bitsandbytes_own_choice(capability):
+    fused, device = bitsandbytes_choice()
+    most = find_base_format("nf4").fused_rows(capability)
+    major, minor = map(int, capability.split("."))
+    dtype = torch.float16 if major == 7 else torch.bfloat16
+    every = []
+    for count in MULTIPROCESSORS[capability]:
+        device["props"] = (count, major, minor)
+        for rows in range(1, 300):
+            every += [(rows, all(fused(0, dtype, rows, n, k) for n, k in LARGE))]
+    dense = [rows for rows, all_fused in every if not all_fused]
+    assert most == min(dense) - 1
+
+
+def test_formats_without_such_a_kernel_have_no_fused_rows():
+    assert find_base_format("int8").fused_rows("9.0") == 0
+    assert find_base_format("nf4").fused_rows(None) == 0  # a CPU makes its weights dense
+    assert find_base_format("nf4").fused_rows("99.0") == 4

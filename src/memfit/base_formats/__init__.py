@@ -109,6 +109,12 @@ class BaseFormat(ABC):
         """Bytes inside the kernel that `multiplies`, on CUDA; width: of an element of the input."""
         raise NotImplementedError(f"`{self.name}` declares no kernel that multiplies by its codes")
 
+    def fused_rows(self, capability: str | None) -> int:
+        """Rows of an input up to which a kernel multiplies by the codes of any large matrix, and
+        makes none dense; capability: of the device, as CUDA counts them. 0: no kernel does."""
+        del capability
+        return 0
+
     def load_library(self) -> None:  # noqa: B027 - formats of torch alone need no other
         """Import what `quantise` calls; raises InvalidRequest where it is not installed."""
 

@@ -14,6 +14,7 @@ from memfit.core.wording import VERDICTS
 from memfit.records import Record
 from memfit.records.ledger import Entry, Kind, Ledger, sum_by_kind
 from memfit.records.recipe import Recipe
+from memfit.records.reinforcement.phase_time import PhaseTime
 from memfit.records.request import Request
 from memfit.records.shapes import RowBounds
 from memfit.records.tables import Rows, Tabled
@@ -53,7 +54,10 @@ class Memory(Record, frozen=True, kw_only=True):
 
 
 class Time(Record, frozen=True, kw_only=True):
-    """One optimizer step, predicted or measured; None is unknown."""
+    """One optimizer step, predicted or measured; None is unknown.
+
+    Of sampled answers a step is an iteration: its rollout, scoring and updates.
+    """
 
     step_seconds: float | None
     tokens_per_second: float | None
@@ -67,6 +71,7 @@ class Time(Record, frozen=True, kw_only=True):
     step_seconds_low: float | None = None  # of a prediction: the range to expect, and why so wide
     step_seconds_high: float | None = None
     range_because: str = ""
+    phases: tuple[PhaseTime, ...] = ()  # of an iteration of reinforcement learning, in its order
 
 
 class Cost(Record, frozen=True, kw_only=True):

@@ -19,6 +19,9 @@ BLOCK = 64  # weights that share one scale
 SCALES_BLOCK = 256  # scales that share one of their own, where they are quantised again
 TABLE = 256  # values of the 8-bit type that scales are quantised to
 FUSED_ROWS = 4  # with so few rows of an input a kernel unpacks weights as it multiplies
+# More rows with which it does so for every matrix of 4 million weights or more, by CUDA's compute
+# capability: the least of what bitsandbytes 0.50.2 chooses by shape (_gemm_4bit_use_custom_cuda).
+MOST_FUSED = {"7.5": 32, "8.0": 5, "8.6": 16, "8.9": 8, "9.0": 5, "12.0": 8, "12.1": 12}
 
 
 @final
@@ -74,6 +77,10 @@ class FourBits(BaseFormat):
     def kernel_bytes(self, shape: tuple[int, ...], tokens: int, width: int, *, double: bool) -> int:
         """See `BaseFormat.kernel_bytes`."""
         return multiply_bytes(shape, tokens, width, double=double)
+
+    def fused_rows(self, capability: str | None) -> int:
+        """See `BaseFormat.fused_rows`; a CPU's products are made with dense weights."""
+        return MOST_FUSED.get(capability, FUSED_ROWS) if capability else 0
 
     def load_library(self) -> None:
         """See `BaseFormat.load_library`."""

@@ -16,6 +16,8 @@ def find_excess(plan: Plan) -> DoesNotFit | None:
     """
     time, cost, limits = plan.time.total_seconds, plan.cost.usd, plan.request.limits
     devices = f"{plan.request.devices} x {plan.recipe.device}"
+    if plan.recipe.samples:
+        devices += " with answers as long as they may be"
     if limits.seconds is not None and time is not None and time > limits.seconds:
         return DoesNotFit(
             f"the fastest plan takes {units.show_seconds(time)} on {devices}, and `limits.time` is"

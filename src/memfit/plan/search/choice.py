@@ -13,11 +13,12 @@ from memfit import __version__
 from memfit.plan.budget.cost import describe_cost
 from memfit.plan.memory.host_memory import describe_host
 from memfit.plan.request.assumed import describe_assumed
-from memfit.plan.request.objectives.sampled import unproven, untimed, without_levers
+from memfit.plan.request.objectives.sampled import unproven, without_levers
 from memfit.plan.request.problem import Problem
 from memfit.plan.step_time.communication.traffic import describe_traffic
 from memfit.plan.step_time.predicted_time import (
     Totals,
+    assume_lengths,
     describe_time,
     predict_timeline,
     relative_seconds,
@@ -27,7 +28,6 @@ from memfit.records.ledger import Ledger
 from memfit.records.model import Model
 from memfit.records.recipe import Recipe
 from memfit.records.results import Considered, Memory, Plan
-from memfit.records.timeline import Timeline
 
 
 class Choice(NamedTuple):
@@ -83,9 +83,7 @@ def assemble(
     """The plan of a choice: its predictions, its cost, and what it takes for granted."""
     recipe, device, totals = choice.recipe, problem.device, choice.totals
     timeline = predict_timeline(totals, recipe, device)
-    time = untimed(recipe, describe_time(totals, recipe, device, timeline))
-    if recipe.samples:
-        timeline = Timeline(spans=())
+    time = describe_time(totals, recipe, device, timeline)
     return Plan(
         recipe_digest=recipe.digest,
         request=problem.request,
@@ -100,7 +98,7 @@ def assemble(
         assumptions=(
             *problem.assumptions, *describe_assumed(problem.request, recipe),
             *problem.framework.describe_open(recipe), *choice.assumptions,
-            *describe_host(recipe, choice.on_host),
+            *describe_host(recipe, choice.on_host), *assume_lengths(totals, recipe, device),
         ),
         versions={"memfit": __version__},
         traffic=describe_traffic(totals, recipe),

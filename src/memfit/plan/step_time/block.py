@@ -262,13 +262,26 @@ def time_block(setting: Setting, spent: Spent) -> Block:
 
 def time_head(setting: Setting) -> Number:
     """Seconds of logits and loss, forward and backward, of one micro-batch; never recomputed."""
+    layout, machine, rates = setting.layout, setting.machine, setting.rates
+    bandwidth = machine.memory * rates.memory
+    passes, logits = _head(setting)
+    more = layout.heads * (passes.forward + logits / 3 / bandwidth)
+    return passes.all + (logits + layout.chunk_bytes) / bandwidth + more
+
+
+def score_head(setting: Setting) -> Number:
+    """Seconds of logits and log-probabilities of one micro-batch, without a gradient."""
+    machine, rates = setting.machine, setting.rates
+    passes, logits = _head(setting)
+    return passes.forward + logits / 3 / (machine.memory * rates.memory)
+
+
+def _head(setting: Setting) -> tuple[Passes, Number]:
+    """Passes of the head's product, and bytes that logits and loss move in all."""
     shape, layout, machine, rates = setting
     tokens = work.tokens_of(layout)
     product = Product(tokens, shape.vocab / layout.tp, shape.hidden)
     own = machine.own.wide
     speed = (1.0 if own else machine.wide_products) * rates.head / rates.slowdown
     logits = 6 * layout.element * tokens * shape.vocab / layout.tp * rates.passes**0.5
-    bandwidth = machine.memory * rates.memory
-    passes = multiply(product, speed, setting, own)
-    more = layout.heads * (passes.forward + logits / 3 / bandwidth)
-    return passes.all + (logits + layout.chunk_bytes) / bandwidth + more
+    return multiply(product, speed, setting, own), logits

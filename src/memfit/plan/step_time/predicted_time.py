@@ -35,6 +35,13 @@ from memfit.plan.step_time.read import (
     read_machine,
     read_shape,
 )
+from memfit.plan.step_time.rollouts.describe import (
+    assume_bounds,
+    describe_iteration,
+    describe_phases,
+    lay_out_iteration,
+)
+from memfit.plan.step_time.rollouts.phases import Iteration, time_iteration
 from memfit.plan.step_time.step import Parts, predict_step
 from memfit.plan.step_time.time_range import find_range
 from memfit.plan.step_time.update_time import Updated, count_updated, with_update
@@ -159,7 +166,7 @@ def count_work(totals: Totals, recipe: Recipe) -> Work:
     norms = 2 * recipe.lora.rank * recipe.accumulation  # DoRA's B A, of no token
     forward += norms * sum(totals.measured)
     recompute += norms * sum(totals.measured[recomputed])
-    if recipe.compares and recipe.loss == "chunked":
+    if (recipe.compares or recipe.samples) and recipe.loss == "chunked":
         recompute += 2 * tokens * totals.head
     share = attention * (
         (1 + recipe.references + recipe.mismatches) * a.layers + 2 * entered + repeated
@@ -212,7 +219,23 @@ def predict_timeline(totals: Totals, recipe: Recipe, device: Device) -> Timeline
         setting = find_setting(totals, recipe, device)
     except TimeUnknown:
         return Timeline(spans=())
-    return lay_out(predict_step(setting), count_work(totals, recipe), recipe)
+    work = count_work(totals, recipe)
+    if recipe.samples:
+        iteration = _iterate(setting, totals, recipe, device)
+        return lay_out_iteration(iteration, lay_out(iteration.update, work, recipe))
+    return lay_out(predict_step(setting), work, recipe)
+
+
+def _iterate(setting: Setting, totals: Totals, recipe: Recipe, device: Device) -> Iteration:
+    """One iteration of a recipe whose answers are sampled; setting: of its update."""
+    a = totals.architecture
+    return time_iteration(setting, recipe, a, len(totals.matrices) / max(a.layers, 1), device)
+
+
+def _seconds(setting: Setting, totals: Totals, recipe: Recipe, device: Device) -> float:
+    if recipe.samples:
+        return _iterate(setting, totals, recipe, device).seconds
+    return float(predict_step(setting).total)
 
 
 def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
@@ -223,7 +246,7 @@ def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
     """
     if not device.is_cpu:
         try:
-            return float(predict_step(find_setting(totals, recipe, device)).total)
+            return _seconds(find_setting(totals, recipe, device), totals, recipe, device)
         except TimeUnknown:
             pass
     basis = read_basis(recipe)
@@ -232,7 +255,8 @@ def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
         products=speed, wide_products=speed, wide_peak=speed, memory=RANKING_BANDWIDTH,
         host=RANKING_BANDWIDTH, links=Links(inside=RANKING_BANDWIDTH, outside=RANKING_BANDWIDTH),
     )  # fmt: skip
-    return float(predict_step(_setting(totals, recipe, device, basis, machine)).total)
+    setting = _setting(totals, recipe, device, basis, machine)
+    return _seconds(setting, totals, recipe, device)
 
 
 def _dtype(recipe: Recipe) -> str:
@@ -284,7 +308,7 @@ def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Time
 
     MFU: the FLOP that the mathematics needs, causal attention's and no recomputation's, over those
     of all devices' dense peak in the compute dtype (FP8 products count against the 16-bit peak).
-    HFU counts recomputation too.
+    HFU counts recomputation too. Of sampled answers a step is an iteration.
     """
     work, seconds, p = count_work(totals, recipe), timeline.seconds, recipe.parallel
     tokens = recipe.global_batch * recipe.sequence_length
@@ -294,6 +318,13 @@ def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Time
     low: float | None = None
     high: float | None = None
     why = ""
+    if seconds and recipe.samples:
+        setting = find_setting(totals, recipe, device)
+        iteration = _iterate(setting, totals, recipe, device)
+        phases = describe_phases(iteration, recipe, read_basis(recipe).stack, device.id)
+        return describe_iteration(
+            phases, recipe, work.model, _because(totals, recipe, device), device.basis
+        )
     if seconds:
         low, high, why = find_range(seconds, read_basis(recipe).stack, device.id)
     return Time(
@@ -310,6 +341,23 @@ def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Time
         step_seconds_high=high,
         range_because=why,
     )
+
+
+def assume_lengths(totals: Totals, recipe: Recipe, device: Device) -> tuple[str, ...]:
+    """What seconds of sampled answers take for granted of lengths, in words."""
+    if not recipe.samples:
+        return ()
+    rollout = recipe.rollout
+    half = max(1, rollout.max_completion_length // 2)
+    shorter = replace(
+        recipe, sequence_length=rollout.max_prompt_length + half,
+        rollout=replace(rollout, max_completion_length=half),
+    )  # fmt: skip
+    try:
+        seconds = _seconds(find_setting(totals, shorter, device), totals, shorter, device)
+    except TimeUnknown:
+        return ()
+    return (assume_bounds(recipe, half, seconds),)
 
 
 def _because(totals: Totals, recipe: Recipe, device: Device) -> str:

@@ -185,7 +185,8 @@ def extra_heads(recipe: Recipe) -> int:
 
     Log-probabilities by chunks cannot be differentiated before all rows' are known.
     """
-    return recipe.references + recipe.mismatches + int(recipe.compares and recipe.loss == "chunked")
+    twice = (recipe.compares or recipe.samples) and recipe.loss == "chunked"
+    return recipe.references + recipe.mismatches + int(twice)
 
 
 def _bubble(recipe: Recipe) -> Number:

@@ -13,6 +13,7 @@ from memfit.records import Record
 
 WIDTHS = 8  # that rows of an update may have
 REACHES = 16  # that a decoding step may attend to
+PREFILL_TOKENS = 4096  # that one call reads of prompts at most; one prompt at least
 
 Online = Literal["grpo", "rloo"]  # objectives whose answers are sampled while training
 ScaleRewards = Literal["group", "batch", "none"]

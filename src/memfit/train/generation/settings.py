@@ -7,6 +7,7 @@ from typing import Literal
 
 from memfit.core.errors import InvalidRequest
 from memfit.records import Record
+from memfit.records.reinforcement import PREFILL_TOKENS
 
 Ended = Literal["stop_token", "stop_word", "length", "positions"]
 
@@ -22,7 +23,8 @@ class Settings(Record, frozen=True, kw_only=True):
     answers: int = 1  # to each prompt; they share its prefill
     # tokens, and what every prompt counts as in `prefill_tokens`; 0 = as many as the longest has
     max_prompt: int = 0
-    prefill_tokens: int = 4096  # of one prefill at most, padding included; one prompt at least
+    # of one prefill at most, padding included; one prompt at least
+    prefill_tokens: int = PREFILL_TOKENS
     temperature: float = 1.0  # 0 takes the likeliest token
     top_k: int = 0  # 0 = all tokens
     top_p: float = 1.0  # the likeliest tokens that have this share together

@@ -10,10 +10,9 @@ from memfit.records.objectives import refuse_sampled
 from memfit.records.recipe import ADAPTED, Method, Recipe
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 from memfit.records.request import Request
-from memfit.records.results import Considered, Memory, Time
+from memfit.records.results import Considered, Memory
 
 UNPREDICTED = "memory of rollouts is not predicted yet"
-UNTIMED = "seconds of rollouts are not predicted yet"
 # keys of `policy` that one of the objectives has, and how they stand where nobody states them
 OF_GRPO = {
     "loss_type": "auto", "delta": 0.0, "importance_sampling_level": "auto",
@@ -162,17 +161,6 @@ def unproven(recipe: Recipe, memory: Memory) -> Memory:
         return memory
     because = f"{UNPREDICTED}; of an update alone: {memory.because}"
     return replace(memory, verdict="unproven", because=because)
-
-
-def untimed(recipe: Recipe, time: Time) -> Time:
-    """No seconds: those of an update alone would be mistaken for an iteration's."""
-    if not recipe.samples:
-        return time
-    return replace(
-        time, step_seconds=None, tokens_per_second=None, tokens_per_second_per_device=None,
-        mfu=None, hfu=None, total_seconds=None, because=UNTIMED, basis="",
-        step_seconds_low=None, step_seconds_high=None, range_because="",
-    )  # fmt: skip
 
 
 def refuse_fitting(request: Request) -> None:

@@ -1,0 +1,175 @@
+"""Seconds of one decoding step: a new token of each row in flight.
+
+A step reads every weight and the keys and values of all rows, and multiplies little: bytes over
+the memory's bandwidth. Beside it the host launches operations, which are as many for one row as
+for a thousand. The longer of the two counts; on a processor, which launches nothing ahead, their
+sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memfit.base_formats import find_base_format, find_coding, stored_bytes
+from memfit.families.capabilities.kv_cache import layer_caches
+from memfit.plan.step_time import work
+from memfit.plan.step_time.adapters import PROJECTIONS, WHOLE
+from memfit.plan.step_time.arrays import beside
+from memfit.plan.step_time.block import around
+from memfit.plan.step_time.rates import Setting
+from memfit.records.hardware import Device
+from memfit.records.model import DTYPE_BYTES, Architecture
+from memfit.records.recipe import Recipe
+
+# Of the bandwidth, what reading weights and keys for few rows reaches: between llama.cpp's 0.97 of
+# an RTX 4090 (8B in bf16, one row: 65.2 tokens/s, ggml-org/llama.cpp#15131) and what element-wise
+# work reaches in training (`shared.memory`, 0.52).
+READING = 0.8
+KERNEL = 4e-6  # s that a kernel of a few rows takes on a device at least, however little it reads
+
+# Operations of one Llama block and step, and of a step outside the blocks (norm, head, sampling),
+# as tests/plan/step_time/test_decode_steps.py counts them in memfit's own loop.
+FP32, WIDE, CAST = 49, 55, 65  # all in fp32; frozen or stored in 16 bits; fp32, cast for each call
+ADAPTER, ADAPTER_CAST = 6, 8  # more beside an adapted projection; the same under autocast
+OUTSIDE = 42
+# More a projection in codes, in operations of torch's: what bitsandbytes launches, and its Python.
+# int8 by its source: magnitudes, outliers found, counted and cut out, codes, product, scales, the
+# outliers' own columns dense and multiplied. Four bits as the `fit` rows of
+# measurements/decoding say: one kernel; scales, weight and product; scales that have scales.
+EIGHT, EIGHT_PLAIN = 20, 9
+FUSED, UNPACKED, DOUBLED = 3, 8, 3
+
+DENSE_CAST = 2 + 2  # bytes of a 16-bit copy of a weight: written, and read by the product
+SAMPLING = 44  # bytes that sampling moves for a logit: fp32, logsumexp, exp, cumulated in fp64
+# of one score: written, its mask added, softmax in fp32, cast, read (`train/generation/attending`)
+SCORE = 2 + 4 + (2 + 4) + (4 + 2) + 2
+EXPANDED = 4  # passes over keys and values that latent attention makes from what the cache holds
+SQUARE = 1024  # a matrix of so many rows and columns stands for all, of which bytes are asked
+
+
+class Decoding(NamedTuple):
+    """What all steps of a rollout have in common."""
+
+    setting: Setting  # of a micro-batch of one token of each row in flight
+    recipe: Recipe
+    architecture: Architecture
+    projections: float  # matrices of a block
+    device: Device
+    fused_rows: int  # see `BaseFormat.fused_rows`
+
+
+class Step(NamedTuple):
+    """Seconds of one step by what takes them; device and host run side by side."""
+
+    weights: float  # read; those in codes made dense where no kernel multiplies by them
+    products: float  # FLOP, which hide behind the bytes of their weights where rows are few
+    cache: float  # keys and values read, and scores
+    around: float  # what is between products, and sampling
+    kernels: float  # the least that so many kernels take
+    host: float  # launches
+
+    @property
+    def on_device(self) -> float:
+        """Of the device alone."""
+        work = float(beside(self.weights, self.products)) + self.cache + self.around
+        return work + self.kernels
+
+
+def step_seconds(step: Step, device: Device) -> float:
+    """Of one step; a processor launches nothing ahead, so that its seconds add up."""
+    if device.is_cpu:
+        return step.on_device - step.kernels + step.host
+    return float(beside(step.on_device, step.host))
+
+
+def time_step(decoding: Decoding, columns: int) -> Step:
+    """One step of all rows in flight whose attention reaches `columns` tokens."""
+    setting = decoding.setting
+    shape, layout, machine, rates = setting
+    reading, bandwidth = machine.memory * READING, machine.memory * rates.memory
+    rows, blocks = layout.micro_batch, shape.layers
+    operations = blocks * count_operations(decoding) + OUTSIDE
+    plain, routed = work.plain_weights(shape), work.expert_weights(shape)
+    share = shape.per_token / max(shape.experts, 1.0)
+    visited = 1 - (1 - share) ** rows  # of the experts, those that any row visits
+    head = shape.vocab * shape.hidden
+    read = blocks * (plain + visited * routed) * weight_bytes(decoding)
+    read += head * plain_bytes(decoding.recipe)
+    flop = 2 * rows * (blocks * (plain + share * routed) + head)
+    cached, expanded = _read_cache(decoding, columns)
+    extra = around(setting)
+    between = extra.elementwise + extra.adapters + extra.norms + extra.coding
+    return Step(
+        weights=read / reading,
+        products=(flop + expanded) / (machine.products * rates.products),
+        cache=cached / reading,
+        around=blocks * between + SAMPLING * rows * shape.vocab / bandwidth,
+        kernels=operations * KERNEL,
+        host=operations * (machine.own.launch or rates.launch / WHOLE)
+        + blocks * (1 - shape.plain) * rates.expert_launch / 3,
+    )
+
+
+def count_operations(decoding: Decoding) -> float:
+    """Launches of one block in one step."""
+    recipe, layout = decoding.recipe, decoding.setting.layout
+    if recipe.compute_dtype == "float32":
+        count = float(FP32)
+    else:
+        count = float(CAST if recipe.autocast and _stored(recipe) == 4 else WIDE)
+    if recipe.adapted:
+        each = ADAPTER_CAST if recipe.autocast else ADAPTER
+        count += each * layout.adapters * PROJECTIONS
+    if recipe.coding:
+        count += decoding.projections * _count_quantised(decoding)
+    return count
+
+
+def _count_quantised(decoding: Decoding) -> int:
+    recipe = decoding.recipe
+    declared, double = find_coding(recipe.coding)
+    if declared.product == "int8":
+        return EIGHT if recipe.quantisation.outlier_threshold else EIGHT_PLAIN
+    return (FUSED if is_fused(decoding) else UNPACKED) + (DOUBLED if double else 0)
+
+
+def is_fused(decoding: Decoding) -> bool:
+    """Whether a kernel multiplies so few rows by the codes of every matrix of a block."""
+    return bool(decoding.setting.layout.micro_batch <= decoding.fused_rows)
+
+
+def weight_bytes(decoding: Decoding) -> float:
+    """Bytes that one step moves for an element of a block's weights."""
+    recipe = decoding.recipe
+    if not recipe.coding:
+        return plain_bytes(recipe)
+    held = stored_bytes(recipe.coding, (SQUARE, SQUARE)) / SQUARE**2
+    if find_base_format(recipe.base_format).product == "int8" or is_fused(decoding):
+        return held
+    return held + 2 * DTYPE_BYTES[recipe.compute_dtype]
+
+
+def plain_bytes(recipe: Recipe) -> float:
+    """The same of a weight stored as numbers: autocast copies fp32 ones for each product."""
+    stored = _stored(recipe)
+    return stored + (DENSE_CAST if recipe.autocast and stored == 4 else 0)
+
+
+def _stored(recipe: Recipe) -> int:
+    """Bytes of an element of a weight that has no codes."""
+    return DTYPE_BYTES[recipe.frozen_dtype if recipe.adapted else recipe.trainable_dtype]
+
+
+def _read_cache(decoding: Decoding, columns: int) -> tuple[float, float]:
+    """Bytes of keys, values and scores that all blocks read, and FLOP of what they expand."""
+    shape, layout = decoding.setting.shape, decoding.setting.layout
+    rows, element = layout.micro_batch, layout.element
+    layers = layer_caches(decoding.architecture)
+    held = sum(c.heads * (c.key + c.value) * c.columns(columns) for c in layers)
+    reached = sum(c.columns(columns) for c in layers)
+    read = rows * (element * held + SCORE * shape.heads * reached)
+    if not shape.kv_rank:
+        return read, 0.0
+    width = shape.heads * (shape.key - shape.rotated + shape.value)
+    made = rows * reached * width
+    return read + EXPANDED * element * made, 2 * made * shape.kv_rank

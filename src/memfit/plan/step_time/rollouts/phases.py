@@ -1,0 +1,190 @@
+"""An iteration of reinforcement learning laid end to end: what each phase does, and how long.
+
+Nobody knows before a run how long answers get, so that every prompt and every answer counts with
+its bound: the upper end. Reward functions are the user's own code, whose seconds nobody predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from memfit.base_formats import find_base_format
+from memfit.families.capabilities.kv_cache import cache_bytes
+from memfit.plan.step_time.arrays import beside
+from memfit.plan.step_time.block import score_head, spend, time_block
+from memfit.plan.step_time.rates import Setting
+from memfit.plan.step_time.rollouts.decoding import Decoding, step_seconds, time_step
+from memfit.plan.step_time.step import Parts, predict_step
+from memfit.records.hardware import Device
+from memfit.records.model import Architecture
+from memfit.records.recipe import Recipe
+from memfit.records.reinforcement import PREFILL_TOKENS
+
+
+class Phase(NamedTuple):
+    """One part of an iteration; tokens: that it reads, samples or learns from."""
+
+    name: str
+    seconds: float
+    tokens: int
+    stream: str
+    because: str
+
+
+class Iteration(NamedTuple):
+    """All of one, without the rewards' seconds."""
+
+    phases: tuple[Phase, ...]  # in the order of an iteration
+    update: Parts  # of one of `num_iterations` updates
+
+    @property
+    def seconds(self) -> float:
+        """Of all phases."""
+        return sum(phase.seconds for phase in self.phases)
+
+
+class Counts(NamedTuple):
+    """How many of what an iteration has, every length at its bound."""
+
+    answers: int
+    prompts: int  # each read once, for all of its answers
+    rows: int  # in flight
+    waves: int  # of answers, one after the other in the same slots
+    prompt: int  # tokens
+    completion: int
+    rounds: int  # of sampling
+
+
+def count(recipe: Recipe, architecture: Architecture) -> Counts:
+    """Those of a recipe whose answers are sampled."""
+    rollout, answers = recipe.rollout, recipe.global_batch
+    rows = min(rollout.rows or answers, answers)
+    completion = rollout.max_completion_length
+    if architecture.max_sequence and not architecture.alibi:  # positions end a row
+        completion = min(completion, architecture.max_sequence - rollout.max_prompt_length)
+    return Counts(
+        answers=answers, prompts=answers // rollout.num_generations, rows=rows,
+        waves=-(-answers // rows), prompt=rollout.max_prompt_length, completion=max(1, completion),
+        rounds=1 + rollout.dynamic_sampling,
+    )  # fmt: skip
+
+
+def time_iteration(
+    setting: Setting, recipe: Recipe, architecture: Architecture, projections: float,
+    device: Device,
+) -> Iteration:  # fmt: skip
+    """Seconds of one iteration of memfit's own loop; setting: of the recipe's update.
+
+    projections: matrices of a block.
+    """
+    counts = count(recipe, architecture)
+    one = setting.layout._replace(micro_batch=1.0 * counts.rows, sequence=1.0)
+    fused = find_base_format(recipe.base_format).fused_rows(device.compute_capability)
+    decoding = Decoding(
+        setting._replace(layout=one), recipe, architecture, projections, device, fused
+    )
+    phases = [
+        _switch(setting, recipe, architecture, counts),
+        _prefill(setting, recipe, counts, device),
+        _decode(decoding, counts),
+    ]
+    if scores_old(recipe):
+        phases.append(_score(setting, recipe, counts, device, "score"))
+    if recipe.policy.beta:
+        phases.append(_score(setting, recipe, counts, device, "reference"))
+    update = predict_step(setting)
+    times = recipe.policy.num_iterations
+    phases.append(
+        Phase(
+            "update", times * float(update.total), times * counts.answers * recipe.sequence_length,
+            "compute", f"{times} of {recipe.accumulation} micro-batches of {recipe.micro_batch}"
+            f" rows of {recipe.sequence_length} tokens",
+        )
+    )  # fmt: skip
+    return Iteration(tuple(phases), update)
+
+
+def scores_old(recipe: Recipe) -> bool:
+    """Whether answers are scored under the policy that sampled them: updates that are on-policy
+    need no such pass (`train/rl/learn.py`)."""
+    rloo = recipe.objective == "rloo" and bool(recipe.policy.beta)
+    return recipe.policy.num_iterations > 1 or rloo
+
+
+def _switch(setting: Setting, recipe: Recipe, architecture: Architecture, counts: Counts) -> Phase:
+    """From learning to sampling: no weight moves; the slots of the cache are written once."""
+    nbytes = cache_bytes(
+        architecture, rows=counts.rows, tokens=counts.prompt + counts.completion,
+        dtype=recipe.compute_dtype, spare=counts.prompt,
+    )  # fmt: skip
+    seconds = nbytes / (setting.machine.memory * setting.rates.memory)
+    because = "the same modules sample and learn, no weight moves; the slots are written once"
+    return Phase("switch", counts.rounds * seconds, 0, "compute", because)
+
+
+def _prefill(setting: Setting, recipe: Recipe, counts: Counts, device: Device) -> Phase:
+    """Prompts through the model, several a call, with the logits of each one's last token."""
+    group = recipe.rollout.num_generations
+    free = max(1, counts.rows // group)  # prompts whose answers find slots together
+    each = min(counts.prompts, free, max(1, PREFILL_TOKENS // counts.prompt))
+    layout = setting.layout._replace(micro_batch=1.0 * each, sequence=1.0 * counts.prompt)
+    calls = -(-counts.prompts // each)
+    seconds = counts.rounds * calls * _forward(setting._replace(layout=layout), device)
+    because = (
+        f"{_times(counts.rounds)}{counts.prompts} prompts of {counts.prompt} tokens, each read"
+        f" once for its {group} answers, {each} a call"
+    )
+    tokens = counts.rounds * counts.prompts * counts.prompt
+    return Phase("prefill", seconds, tokens, "compute", because)
+
+
+def _decode(decoding: Decoding, counts: Counts) -> Phase:
+    """Token after token of all rows in flight; the first one comes with the prompt's logits."""
+    rollout, seconds = decoding.recipe.rollout, 0.0
+    last = counts.answers - (counts.waves - 1) * counts.rows
+    whole = counts.prompt + counts.completion
+    for rows, waves in ((counts.rows, counts.waves - 1), (last, 1)):
+        layout = decoding.setting.layout._replace(micro_batch=1.0 * rows)
+        wave = decoding._replace(setting=decoding.setting._replace(layout=layout))
+        for columns, steps in reaches(counts, rollout.reach):
+            seconds += waves * steps * step_seconds(time_step(wave, columns), wave.device)
+    because = (
+        f"{_times(counts.rounds)}{counts.answers} answers of {counts.completion} tokens,"
+        f" {counts.rows} in flight: a step reads all weights and {counts.prompt} to {whole} tokens"
+        " of keys and values"
+    )
+    tokens = counts.rounds * counts.answers * counts.completion
+    return Phase("decode", counts.rounds * seconds, tokens, "compute", because)
+
+
+def reaches(counts: Counts, step: int) -> Iterator[tuple[int, int]]:
+    """(tokens that attention reaches, a multiple of `step`; decoding steps that reach as many)."""
+    first, last = counts.prompt + 1, counts.prompt + counts.completion - 1
+    for columns in range(-(-first // step) * step, -(-last // step) * step + 1, step):
+        steps = min(columns, last) - max(columns - step + 1, first) + 1
+        yield min(columns, counts.prompt + counts.completion), steps
+
+
+def _score(setting: Setting, recipe: Recipe, counts: Counts, device: Device, name: str) -> Phase:
+    """A forward without a gradient of all rows, in the update's micro-batches."""
+    alone = name == "reference"
+    each = _forward(setting, device, adapters=not alone) + float(score_head(setting))
+    because = "a forward of all rows without a gradient"
+    because += ", the adapter switched off" if alone else ", under the policy that sampled"
+    tokens = counts.answers * recipe.sequence_length
+    return Phase(name, recipe.accumulation * each, tokens, "compute", because)
+
+
+def _forward(setting: Setting, device: Device, *, adapters: bool = True) -> float:
+    """Seconds of all blocks, forward alone."""
+    spent = spend(setting)
+    block = time_block(setting, spent)
+    busy = float(spent.forward) - (0.0 if adapters else float(spent.adapters))
+    launched = float(block.launched) / 3  # a third of the launches are the forward's
+    each = busy + launched if device.is_cpu else float(beside(busy, launched))
+    return float(setting.shape.layers) * each
+
+
+def _times(rounds: int) -> str:
+    return f"{rounds} rounds of " if rounds > 1 else ""
