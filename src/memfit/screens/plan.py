@@ -32,6 +32,7 @@ from memfit.screens.widgets.memory import (
     show_verdict,
     show_word,
 )
+from memfit.screens.widgets.phases import show_phases
 from memfit.screens.widgets.terminal import Console
 
 FIRST = 6  # rows of the "considered" table without --why
@@ -189,6 +190,7 @@ def _show_time(console: Console, time: Time, cost: Cost, steps: int) -> None:
     line = (time.because, time.range_because, cost.because)
     table.add_row("because", plain(console, "; ".join(filter(None, line))), style="dim")
     show(console, table)
+    show_phases(console, time.phases)
 
 
 def _show_considered(console: Console, plan: Plan, *, why: bool) -> None:

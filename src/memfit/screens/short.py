@@ -19,6 +19,7 @@ from memfit.records.results import Considered, Plan, WayOut
 from memfit.screens.widgets.bar import fill, scale, stacked_bar
 from memfit.screens.widgets.layout import INDENT, STYLES, continue_lines, plain
 from memfit.screens.widgets.memory import describe_needed, parts_of
+from memfit.screens.widgets.phases import describe_longest
 from memfit.screens.widgets.terminal import Console, Line, Styled, wrap
 
 MOST = 24  # lines
@@ -159,6 +160,8 @@ def describe_time(console: Console, plan: Plan) -> Lines:
         parts.append(f"cost {cost.usd:,.2f} USD{between(cost.usd, lambda n: f'{n:,.2f}')}")
     elif time.total_seconds is not None:
         parts.append("cost unknown: no price is on record")
+    if longest := describe_longest(time.phases):
+        step += f"; {longest}"
     return [*text(console, step, most=2), *text(console, ", ".join(parts), most=2)]
 
 
