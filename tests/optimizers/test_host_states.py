@@ -142,7 +142,7 @@ def test_on_a_gpu_the_host_updates_as_the_device_does():
     weights = [torch.nn.Parameter(torch.randn(128, 64, device="cuda")) for _ in range(2)]
     twins = [torch.nn.Parameter(w.detach().clone()) for w in weights]
     settings = make_recipe(optimizer=OWN).optimizer
-    ours = Offloaded(weights, settings)
+    ours = Offloaded({f"{i}": w for i, w in enumerate(weights)}, settings)
     plain = torch.optim.AdamW(
         twins, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2),
         eps=settings.eps, weight_decay=settings.weight_decay, fused=True,

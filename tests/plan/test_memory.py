@@ -240,6 +240,30 @@ SETTINGS = {
         "llama", {"loss": "chunked", "loss_chunk": 12, "precision": "bf16", "base_format": "bf16",
                   "accumulation": 2}
     ),
+    "llama, foreach, norms that do not decay": (
+        "llama", {"optimizer": {"implementation": "foreach", "weight_decay": 0.1,
+                                "decays": "matrices"}}
+    ),
+    "gpt2, loop, norms and biases that do not decay, accumulated": (
+        "gpt2", {"optimizer": {"implementation": "loop", "weight_decay": 0.1,
+                               "decays": "matrices"}, "accumulation": 2}
+    ),
+    "llama, sgd, foreach, norms that do not decay": (
+        "llama", {"optimizer": {"name": "sgd", "implementation": "foreach", "weight_decay": 0.1,
+                                "decays": "matrices"}}
+    ),
+    "qwen2, adafactor, norms and biases that do not decay": (
+        "qwen2", {"optimizer": {"name": "adafactor", "implementation": "loop",
+                                "weight_decay": 0.1, "decays": "matrices"}}
+    ),
+    "qwen3, muon, norms that do not decay": (
+        "qwen3", {"optimizer": {"name": "muon", "implementation": "loop", "weight_decay": 0.1,
+                                "decays": "matrices"}}
+    ),
+    "llama, lora+, foreach": (
+        "llama", {"method": "lora", "lora": LORA,
+                  "optimizer": {"implementation": "foreach", "lora_plus": 16.0}}
+    ),
     "llama, foreach": ("llama", {"optimizer": {"implementation": "foreach"}}),
     "llama, loop, no clipping": (
         "llama", {"optimizer": {"implementation": "loop", "clip_norm": 0.0}}

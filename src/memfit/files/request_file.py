@@ -97,6 +97,10 @@ KEYS = {
     "optimizer.implementation": "fused | foreach | loop: equal results, different memory",
     "optimizer.learning_rate": "auto: 2e-5 full, 2e-4 lora; from scratch by size",
     "optimizer.weight_decay": "decoupled weight decay",
+    "optimizer.decays": "all | matrices, which spares biases and norms; auto: matrices, as the"
+    " Trainer of transformers",
+    "optimizer.lora_plus": "of lora and dora: learning rate of B over that of A, such as 16; 0: one"
+    " rate",
     "optimizer.beta1": "AdamW's decay of the mean",
     "optimizer.beta2": "AdamW's decay of the squares",
     "optimizer.eps": "AdamW's epsilon",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -18,12 +20,30 @@ DTYPE_BYTES = {
 SLIDING = "sliding"  # a kind of block
 
 
+# biases and norms, by the names that families give them (transformers' Trainer finds the same by
+# names and by the class LayerNorm)
+UNDECAYED = re.compile(r"bias|norm|(?:^|\.)ln_")
+
+
+@cache
+def is_decayed(name: str) -> bool:
+    """Whether trainers decay a parameter of this name: not biases, and not weights of norms."""
+    return UNDECAYED.search(name.lower()) is None
+
+
+def is_faster(name: str, dims: int) -> bool:
+    """Whether LoRA+ gives it the higher rate: B of an adapter, and vectors, as in peft."""
+    return "lora_B" in name or dims == 1
+
+
 class TensorSpec(Record, frozen=True, kw_only=True):
     """Shape and dtype, no data."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     end: bool = False  # of the embedding or the head, which some optimizers treat otherwise
+    decays: bool = True  # no bias and no norm; see `is_decayed`
+    faster: bool = False  # of what LoRA+ gives a higher rate
 
     @property
     def numel(self) -> int:
@@ -147,7 +167,10 @@ class Weight(Record, frozen=True, kw_only=True):
     def spec(self) -> TensorSpec:
         """Shape and dtype, and whether it stands outside the blocks."""
         end = self.part in ("embedding", "head")
-        return TensorSpec(shape=self.shape, dtype=self.dtype, end=end)
+        return TensorSpec(
+            shape=self.shape, dtype=self.dtype, end=end, decays=is_decayed(self.name),
+            faster=is_faster(self.name, len(self.shape)),
+        )  # fmt: skip
 
     @property
     def stored(self) -> dict[str, TensorSpec]:

@@ -249,6 +249,11 @@ WORDS: dict[str, Word] = {
     "optim": _choice("optimizer.name", OPTIMIZERS),
     "learning_rate": _key("optimizer.learning_rate"),
     "lr": _key("optimizer.learning_rate"), "weight_decay": _key("optimizer.weight_decay"),
+    **dict.fromkeys(
+        ("loraplus_lr_ratio", "loraplus_ratio", "lora_plus_lr_ratio"),
+        lambda value: Answer(
+            {"optimizer.lora_plus": 0 if _is_off(value) else value, "method": "lora"}),
+    ),
     "warmup_steps": _key("optimizer.warmup_steps"),
     "warmup_ratio": _key("optimizer.warmup_ratio"),
     "lr_scheduler_type": _choice("optimizer.schedule", SCHEDULES),

@@ -28,6 +28,7 @@ Offload = Literal["none", "optimizer", "parameters", "activations"]
 Lean = Literal["norm", "mlp"]
 Option = bool | int | float | str
 Schedule = Literal["constant", "linear", "cosine", "polynomial", "inverse-sqrt", "wsd"]
+Decays = Literal["all", "matrices"]  # or: no biases and no norms
 Implementation = Literal["fused", "foreach", "loop"]
 
 FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -44,10 +45,11 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
     "compile": ("none", "blocks"),
     "offload": ("none", "activations", "optimizer", "parameters"),
 }
-# keys of `optimizer` that count in a digest where they are set
-LATE_IN_OPTIMIZER = (
-    "in_backward", "stochastic_rounding", "warmup_ratio", "floor", "power", "decay_ratio",
-)  # fmt: skip
+# keys of `optimizer` that came later, and how older recipes stand
+LATE_IN_OPTIMIZER = {
+    "in_backward": False, "stochastic_rounding": False, "warmup_ratio": 0.0, "floor": 0.0,
+    "power": 0.0, "decay_ratio": 0.0, "decays": "all", "lora_plus": 0.0,
+}  # fmt: skip
 # keys of `preference` that came later, and how older recipes stand
 LATE_IN_PREFERENCE = {
     "loss_type": "sigmoid", "gamma": 0.0, "tau": 0.0, "cross_entropy": 0.0, "desirable": 0.0,
@@ -137,6 +139,8 @@ class Optimizer(Record, frozen=True, kw_only=True):
     floor: float = 0.0  # of linear, cosine, polynomial, wsd: the last rate over the full one
     power: float = 0.0  # of polynomial
     decay_ratio: float = 0.0  # of wsd: share of all steps in which the rate falls
+    decays: Decays = "all"  # what weight_decay is of
+    lora_plus: float = 0.0  # rate of adapters' B over that of A (LoRA+); 0: they have one rate
 
     def warmup(self, steps: int) -> int:
         """Return the warm-up steps of `steps` in all; a share is rounded up, as in transformers."""
@@ -269,8 +273,8 @@ class Recipe(Record, frozen=True, kw_only=True):
                 del content[late]
         if self.lora.scaling == "plain":
             del content["lora"]["scaling"]
-        for late in LATE_IN_OPTIMIZER:
-            if not content["optimizer"][late]:
+        for late, usual in LATE_IN_OPTIMIZER.items():
+            if content["optimizer"][late] == usual:
                 del content["optimizer"][late]
         if self.quantisation == Quantisation():
             del content["quantisation"]

@@ -33,6 +33,7 @@ from memfit.records.recipe import (
     OWN_VALUES,
     Attention,
     Compile,
+    Decays,
     Lean,
     Loss,
     Objective,
@@ -130,6 +131,8 @@ class OptimizerRequest(Record, frozen=True, kw_only=True):
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
     learning_rate: PositiveFloat | Auto = "auto"  # auto: 2e-5 full, 2e-4 lora, 1e-3 from scratch
     weight_decay: NotNegativeFloat = 0.0
+    decays: Decays | Auto = "auto"  # auto: matrices of memfit's step; others' have their own ways
+    lora_plus: NotNegativeFloat = 0.0  # rate of adapters' B over that of A; 0: one rate
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
     eps: PositiveFloat = 1e-8
@@ -372,12 +375,19 @@ class Request(Record, frozen=True, kw_only=True):
             check_base_format(self.base_format)
         if self.is_own:
             self._check_own()
-        elif self.qat != "none":
+            return
+        if self.optimizer.lora_plus:
+            raise InvalidRequest(
+                f"`optimizer.lora_plus: {self.optimizer.lora_plus:g}` is of memfit's own step, and"
+                f" `framework: {self.framework}` is asked for",
+                hint="use `framework: memfit`, or leave `optimizer.lora_plus` out",
+            )
+        if self.qat != "none":
             raise InvalidRequest(
                 f"`qat` is of memfit's own step, and `framework: {self.framework}` is asked for",
                 hint="use `framework: memfit`, or leave `qat` out",
             )
-        elif self.lean not in ("none", "auto"):
+        if self.lean not in ("none", "auto"):
             raise InvalidRequest(
                 f"`lean` is of memfit's own step, and `framework: {self.framework}` is asked for",
                 hint="use `framework: memfit`, or leave `lean` out",

@@ -25,6 +25,7 @@ from memfit.meta import Meter
 from memfit.meta.layers.quantised import quantising_bytes
 from memfit.meta.workspace import foreach_norm, product_workspace
 from memfit.optimizers import find_optimizer
+from memfit.optimizers.shared.groups import in_order, split_specs
 from memfit.optimizers.shared.offloaded import stays
 from memfit.parallelism.pipeline import stage_model
 from memfit.parallelism.shards import cut_model, local_model
@@ -43,7 +44,7 @@ from memfit.plan.simulate.setting import Batch, Recording, Setting
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Phase
 from memfit.records.model import DTYPE_BYTES, Model, TensorSpec
-from memfit.records.recipe import Recipe
+from memfit.records.recipe import Optimizer, Recipe
 
 IN_ORDER = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)
 # Turns of loops, each of a few dozen events, beyond which a tape is too long to be replayed in
@@ -150,7 +151,9 @@ class _Writer:
         self.model, self.recipe, self.device, self.rank = model, recipe, device, rank
         self.local = local_model(model, recipe.parallel, rank)
         self.whole = cut_model(stage_model(model, recipe.parallel, rank), recipe.parallel)
-        self.trainable = [w.spec for w in self.local.weights if w.trainable]
+        self.trainable = in_order(
+            (w.spec for w in self.local.weights if w.trainable), recipe.optimizer
+        )
         self.computed = find_adapter(recipe).loading(model)
         self.setting = describe(model, without_shape(recipe), device, rank, shortened=False)[0]
         self.codes: list[int] = []
@@ -270,25 +273,28 @@ class _Writer:
         """Clipping, then the update; the first one makes the states."""
         settings = self.recipe.optimizer
         norm = [self._clip()] if settings.clip_norm else []
-        family = find_optimizer(settings)
-        together = settings.implementation not in family.state_while_updating
-        if together:
-            self._make_states(self.trainable)
-        alone = [family.step_temporaries([s], settings, "device") for s in self.trainable]
-        whole = family.step_temporaries(self.trainable, settings, "device")
-        at_once = whole == sum(alone)  # temporaries of all parameters live together
-        if at_once:
-            self.drop([self.hold(nbytes) for nbytes in alone])
-        for spec in self.trainable:
-            if not together:
-                self._make_states([spec])
-            if not at_once:
-                self._update_alone(spec)
+        for specs, own in split_specs(self.trainable, settings):
+            self._update_group(specs, own)
         self.has_states = True
         self.drop(norm)
 
-    def _update_alone(self, spec: TensorSpec) -> None:
-        settings = self.recipe.optimizer
+    def _update_group(self, specs: Sequence[TensorSpec], settings: Optimizer) -> None:
+        family = find_optimizer(settings)
+        together = settings.implementation not in family.state_while_updating
+        if together:
+            self._make_states(specs)
+        alone = [family.step_temporaries([s], settings, "device") for s in specs]
+        whole = family.step_temporaries(specs, settings, "device")
+        at_once = whole == sum(alone)  # temporaries of all parameters live together
+        if at_once:
+            self.drop([self.hold(nbytes) for nbytes in alone])
+        for spec in specs:
+            if not together:
+                self._make_states([spec])
+            if not at_once:
+                self._update_alone(spec, settings)
+
+    def _update_alone(self, spec: TensorSpec, settings: Optimizer) -> None:
         meter = Meter(cuda=True)
         find_optimizer(settings).update_alone(spec, settings, meter)
         self._play_alone(meter, [slice(0, len(meter.events))])

@@ -54,6 +54,7 @@ from memfit.records.hardware import Device
 from memfit.records.model import Model, ModelReference
 from memfit.records.recipe import (
     ADAPTED,
+    Decays,
     Freeze,
     Lora,
     Method,
@@ -64,7 +65,7 @@ from memfit.records.recipe import (
     Recipe,
     compute_dtype,
 )
-from memfit.records.request import RecomputeBlocks, Request, find_weights
+from memfit.records.request import OptimizerRequest, RecomputeBlocks, Request, find_weights
 
 ASSUMED_SEQUENCE = 4096
 CHUNKS = (1024, 256)  # tokens per chunk of the loss that the search tries
@@ -481,6 +482,14 @@ def _usual_rate(request: Request, reference: ModelReference, model: Model, metho
     return 2e-4 if method in ADAPTED else 2e-5
 
 
+def _find_decays(requested: OptimizerRequest) -> Decays:
+    """What the Trainer of transformers decays, unless `all` is stated; without an effect where
+    nothing decays."""
+    if not requested.weight_decay or requested.decays == "all":
+        return "all"
+    return "matrices"
+
+
 def _optimizer(
     request: Request, problem: Problem, method: Method, precision: Precision, ranks: int
 ) -> Optimizer:
@@ -515,6 +524,8 @@ def _optimizer(
         implementation=implementation,
         learning_rate=rate,
         **requested.stated,
+        decays=_find_decays(requested),
+        lora_plus=requested.lora_plus,
         in_backward=requested.in_backward is True,
         stochastic_rounding=requested.stochastic_rounding is True or can_be_rounded,
     )

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from memfit.meta.meter import block_size
 from memfit.optimizers import find_optimizer
+from memfit.optimizers.shared.groups import split_specs
 from memfit.parallelism.shards import fullest_rank, local_model
 from memfit.plan.memory.predicted_memory import describe, without_shape, worst_batch
 from memfit.plan.simulate.blocks import AFTER_PRODUCT
@@ -184,7 +185,8 @@ class Estimate:
     def _step_temporaries(self) -> int:
         settings = self.recipe.optimizer
         specs = [w.spec for w in self.local.weights if w.trainable]
-        return find_optimizer(settings).step_temporaries(specs, settings)
+        family = find_optimizer(settings)
+        return max(family.step_temporaries(own, one) for own, one in split_specs(specs, settings))
 
     def peak(self, micro: int, recompute: RecomputedBlocks, chunk: int) -> int:
         """Bytes at the highest instant of a steady step of two or more micro-batches."""

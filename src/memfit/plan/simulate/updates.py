@@ -17,6 +17,7 @@ from memfit.meta.layers.quantised import quantising_bytes
 from memfit.meta.meter import block_size
 from memfit.meta.workspace import foreach_norm
 from memfit.optimizers import Counted, find_optimizer
+from memfit.optimizers.shared.groups import in_order, split_specs
 from memfit.optimizers.shared.offloaded import stays
 from memfit.parallelism.pipeline import stage_model
 from memfit.parallelism.shards import cut_model, local_model
@@ -26,7 +27,7 @@ from memfit.plan.simulate.segments import Segment
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind
 from memfit.records.model import DTYPE_BYTES, Model, TensorSpec
-from memfit.records.recipe import Recipe
+from memfit.records.recipe import Optimizer, Recipe
 
 TEMPORARY: Part = (Kind.TEMPORARY, "optimizer")
 
@@ -90,7 +91,9 @@ class _Around:
         self.recipe = recipe
         self.device = device
         self.sharding = find_sharding(recipe, rank)
-        self.trainable = [w.spec for w in self.model.weights if w.trainable]
+        self.trainable = in_order(
+            (w.spec for w in self.model.weights if w.trainable), recipe.optimizer
+        )
         self.on_host = self.sharding is not None and self.sharding.on_host  # all but buffers
         self.shared = False  # whether the states' shared tensors are counted already
 
@@ -150,13 +153,11 @@ class _Around:
         if settings.in_backward:
             return line.close("first update")  # all was updated within backward
         self._clip(line)
-        if settings.implementation not in find_optimizer(settings).state_while_updating:
-            line.add(self._state(self.trainable))
-            line.note(self._update(self.trainable))
-        else:
-            for spec in self.trainable:
-                line.add(self._state([spec]))
-                line.note(self._update([spec]))
+        together = settings.implementation not in find_optimizer(settings).state_while_updating
+        for specs, own in split_specs(self.trainable, settings):
+            for each in [specs] if together else [[spec] for spec in specs]:
+                line.add(self._state(each))
+                line.note(self._update(each, own))
         return line.close("first update")
 
     def later(self) -> Segment:
@@ -164,7 +165,8 @@ class _Around:
         line = _Line()
         if not self.recipe.optimizer.in_backward:
             self._clip(line)
-            line.note(self._update(self.trainable))
+            for specs, own in split_specs(self.trainable, self.recipe.optimizer):
+                line.note(self._update(specs, own))
         return line.close("update")
 
     def rounded(self) -> int:
@@ -206,10 +208,9 @@ class _Around:
             line.note(hold(TEMPORARY, [*each, *[scalar * count] * (3 + axes)], self.device))
         line.add({TEMPORARY: scalar})  # the norm, held until the step has returned it
 
-    def _update(self, specs: Sequence[TensorSpec]) -> Parts:
+    def _update(self, specs: Sequence[TensorSpec], settings: Optimizer) -> Parts:
         if self.on_host:
             return {}
-        settings = self.recipe.optimizer
         family = find_optimizer(settings)
         counted: Counted = "live" if self.device.is_cpu else "device"
         copies = {TEMPORARY: family.step_temporaries(specs, settings, counted)}

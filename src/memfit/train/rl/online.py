@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import RunFailed
+from memfit.optimizers.shared.groups import set_rate
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import RewardSettings
 from memfit.train.data.tokenizer import Tokenizer
@@ -61,8 +62,7 @@ def take_iteration(
     """Run iteration `index` and return its line of the log."""
     recipe, meter = session.recipe, session.meter
     rate = learning_rate(recipe.optimizer, index, recipe.steps)
-    for group in built.optimizer.param_groups:
-        group["lr"] = rate
+    set_rate(built.optimizer, rate)
     watched = meter.device.type == "cpu" and (
         index < WATCHED_FIRST or index % session.cadence.watch_every == 0
     )

@@ -24,6 +24,7 @@ import torch
 from memfit import catalog
 from memfit.core.errors import DoesNotFit, InvalidRequest, RunFailed
 from memfit.families import read_model
+from memfit.optimizers.shared.groups import set_rate
 from memfit.records import read_json
 from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
@@ -431,8 +432,7 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
         return take_iteration(session, session.learning, built, index)
     recipe = session.recipe
     rate = learning_rate(recipe.optimizer, index, recipe.steps)
-    for group in built.optimizer.param_groups:
-        group["lr"] = rate
+    set_rate(built.optimizer, rate)
     torch.manual_seed(_seed_of(recipe, index, session.ranks.rank // recipe.parallel.tp))
     micros = session.sampler.sample(index)
     own = session.gather(count_targets(recipe, micros), count_beside(recipe, micros))

@@ -29,6 +29,7 @@ from memfit.families.capabilities.limits import check_limits
 from memfit.meta.attending.kernels import heads_of
 from memfit.optimizers import find_optimizer
 from memfit.optimizers.low_bit import check_rounding
+from memfit.optimizers.shared.groups import check_groups, group_parameters
 from memfit.optimizers.shared.in_backward import check_in_backward
 from memfit.optimizers.shared.offloaded import check_offload
 from memfit.parallelism.context import share_tokens
@@ -140,10 +141,12 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     ends = {w.name for w in declared.weights if w.spec.end}
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if recipe.offload == "optimizer":
-        return Offloaded(list(named.values()), recipe.optimizer)
-    return find_optimizer(recipe.optimizer).build(
+        return Offloaded(named, recipe.optimizer)
+    made = find_optimizer(recipe.optimizer).build(
         named.values(), recipe.optimizer, frozenset(p for name, p in named.items() if name in ends)
     )
+    group_parameters(made, {p: name for name, p in named.items()}, recipe.optimizer)
+    return made
 
 
 def _materialise(model: nn.Module, device: torch.device, *, on_host: bool) -> None:
@@ -215,6 +218,7 @@ def _check(recipe: Recipe) -> None:
             hint="`memfit predict` predicts it",
         )
     check_in_backward(recipe)
+    check_groups(recipe)
     if recipe.optimizer.stochastic_rounding:
         check_rounding(recipe.optimizer.name, recipe.precision)
     check_objective(recipe)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.core.libraries import quiet_import
+from memfit.optimizers.shared.groups import group_parameters
 from memfit.optimizers.shared.offloaded import SMALLEST
 from memfit.records.recipe import Optimizer
 
@@ -42,17 +43,24 @@ class _States(Mapping[Tensor, dict[str, Any]]):
 class Offloaded(torch.optim.Optimizer):
     """AdamW on the host, as memfit's step, loop and checkpoint use an optimizer."""
 
-    def __init__(self, weights: list[nn.Parameter], settings: Optimizer) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
         with quiet_import():
             from torchao.optim import CPUOffloadOptimizer
-        super().__init__(weights, {"lr": settings.learning_rate})
+        weights = list(named.values())
+        super().__init__(
+            weights, {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+        )
+        group_parameters(self, {p: name for name, p in named.items()}, settings)
+        groups = [
+            {name: group[name] for name in ("params", "weight_decay")}
+            for group in self.param_groups
+        ]
         for weight in weights:  # a rehearsal's optimizer is gone, its hooks are not
             if hooks := weight._post_accumulate_grad_hooks:
                 hooks.clear()
         self.inner = CPUOffloadOptimizer(
-            weights, torch.optim.AdamW, minimal_size=SMALLEST, lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2), eps=settings.eps,
-            weight_decay=settings.weight_decay, fused=True,
+            groups, torch.optim.AdamW, minimal_size=SMALLEST, lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True,
         )  # fmt: skip
         self.state = _States(self.inner, weights)  # type: ignore[assignment]
 
