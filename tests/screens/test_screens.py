@@ -28,6 +28,8 @@ from memfit.screens.diff import show_diff
 from memfit.screens.formats import show_formats
 from memfit.screens.plan import show_plan, split_labels
 from memfit.screens.report import show_report
+from memfit.screens.short import MOST
+from memfit.screens.short_certificate import show_short_certificate
 from memfit.screens.widgets import bar, chart, layout
 from memfit.screens.widgets.terminal import (
     Column,
@@ -87,16 +89,15 @@ def all_screens(**keys):
     cpu = made.plan(cuda=False, verdict="unproven", usable=None)
     full = join(fits, made.certificate(fits), made.run(fits), sample="def ƒ():\n    return π")
     yield screen(show_plan, fits, commands=[LONG], **keys)
-    yield screen(show_plan, fits, commands=[LONG], why=True, **keys)
     yield screen(show_plan, miss, commands=["memfit plan"], **keys)
     yield screen(show_plan, cpu, commands=[], **keys)
     yield screen(show_certificate, made.certificate(fits, more=GIB), fits, commands=[LONG], **keys)
     yield screen(show_certificate, made.certificate(cpu), None, commands=[], **keys)
     proof, levers, nearest = made.certificate(miss), made.levers(), made.nearest(miss)
-    yield screen(
-        show_certificate, proof, miss, commands=[], why=True, levers=levers, nearest=nearest, **keys
-    )
-    yield screen(show_certificate, proof, miss, commands=[], why=True, **keys)
+    yield screen(show_certificate, proof, miss, commands=[], levers=levers, nearest=nearest, **keys)
+    yield screen(show_certificate, proof, miss, commands=[], **keys)
+    for certificate, plan in ((proof, miss), (made.certificate(cpu), None)):
+        yield screen(show_short_certificate, certificate, plan, commands=[LONG], **keys)
     yield screen(show_nearest, made.nearest(miss, fits=False), "h100-sxm", **keys)
     other = made.certificate(cpu, module="transformer.h.11.mlp.a_rather_long_name_of_a_module")
     yield screen(show_diff, compare(proof, other, names=("runs/a", "runs/b")), **keys)
@@ -208,17 +209,15 @@ def test_considered_says_what_all_share_once():
     assert split_labels(["full fp32, micro 1"]) == ("", ["full fp32, micro 1"])
 
 
-def test_the_chosen_row_carries_a_tick_and_rows_left_out_are_counted():
+def test_the_chosen_row_carries_a_tick():
     text = screen(show_plan, made.plan(), commands=[], width=120)
     (chosen,) = [line for line in text.splitlines() if "✔" in line]
     assert "the fastest that fits" in chosen
-    assert "3 more with --why" in text
-    assert "more with --why" not in screen(show_plan, made.plan(), commands=[], why=True)
 
 
 def test_why_shows_every_entry():
     plan = made.plan()
-    text = screen(show_plan, plan, commands=[], why=True, width=120)
+    text = screen(show_plan, plan, commands=[], width=120)
     for entry in plan.memory.entries:
         assert entry.because[:30] in text
 
@@ -226,15 +225,41 @@ def test_why_shows_every_entry():
 def test_a_certificate_shows_predicted_beside_certified_with_the_signed_error():
     plan = made.plan()
     text = screen(show_certificate, made.certificate(plan, more=GIB), plan, commands=[], width=120)
-    (row,) = [line for line in text.splitlines() if line.startswith("  gradients  ")]
+    _, row = [line for line in text.splitlines() if line.startswith("  gradients  ")]
     assert row.split() == ["gradients", "15.00", "GiB", "16.00", "GiB", "-6.25%"]
     assert "model.layers.31.mlp" in text
     assert "every document fills its sequence" in text
 
 
+@pytest.mark.parametrize("more", [0, GIB])
+def test_a_certificate_is_24_lines_with_predicted_beside_certified(more):
+    plan = made.plan()
+    text = screen(
+        show_short_certificate, made.certificate(plan, more=more), plan, commands=[LONG], width=80
+    )
+    lines = text.splitlines()
+    assert len(lines) <= MOST
+    assert max(map(cell_len, lines)) <= 80
+    assert lines[0].startswith("FITS  ")
+    (row,) = [line for line in lines if line.startswith("peak_allocated ")]
+    assert ("(error 0)" in row) == (not more)
+    assert "model.layers.31.mlp" in text
+    assert "every document fills its sequence" in text
+    assert "Next" in lines
+
+
+def test_levers_and_the_nearest_recipe_stand_below_a_short_certificate():
+    plan = made.plan(usable=60 * GIB, verdict="does_not_fit")
+    keys = {"commands": [LONG], "levers": made.levers(), "nearest": made.nearest(plan)}
+    text = screen(show_short_certificate, made.certificate(plan), plan, **keys, width=120)
+    heads = ("DOES NOT FIT", "Largest tensors", "Levers (one", "The nearest recipe", "Next")
+    places = [text.index(head) for head in heads]
+    assert places == sorted(places)
+
+
 def test_why_shows_every_tensor_with_its_line_and_each_lever_with_its_verdict():
     plan = made.plan(usable=60 * GIB, verdict="does_not_fit")
-    keys = {"commands": [], "why": True, "levers": made.levers(), "nearest": made.nearest(plan)}
+    keys = {"commands": [], "levers": made.levers(), "nearest": made.nearest(plan)}
     text = screen(show_certificate, made.certificate(plan), plan, **keys, width=120)
     assert "All 24 tensors alive at the peak" in text
     assert "2 x 768.00 MiB  activations  model.layers.31.mlp" in text
@@ -366,7 +391,7 @@ def test_a_sample_cannot_steer_the_terminal():
 
 
 def test_an_estimate_is_marked_as_one():
-    text = screen(show_plan, made.plan(), commands=[], why=True, width=120)
+    text = screen(show_plan, made.plan(), commands=[], width=120)
     rows = [line for line in text.splitlines() if "than there is" in line and "micro" in line]
     assert len(rows) == 3
     assert all("~105.29 GiB" in row for row in rows)

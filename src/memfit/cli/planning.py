@@ -126,7 +126,7 @@ def _finish(plan: Plan, as_json: bool, why: bool, commands: list[str]) -> int:
         if why:
             from memfit.screens.plan import show_plan
 
-            show_plan(console, plan, commands=commands, why=True)
+            show_plan(console, plan, commands=commands)
         else:
             from memfit.screens.short import show_short
 
@@ -208,7 +208,8 @@ def predict_command(
     is_flag=True,
     help="Draw memory event by event: a page, a Chrome trace, an allocator snapshot.",
 )
-@click.option("--why", is_flag=True, help="Every tensor at the peak, and every lever certified.")
+@click.option("--why", is_flag=True, help="Every phase, and every tensor alive at the peak.")
+@click.option("--levers", is_flag=True, help="Certify each knob turned by itself; takes minutes.")
 @no_cache_option
 @output_options
 def certify_command(
@@ -220,6 +221,7 @@ def certify_command(
     anyway: bool,
     timeline: bool,
     why: bool,
+    levers: bool,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -236,7 +238,7 @@ def certify_command(
     say = note(quiet)
     request = read_target(target, device, memory, changes)
     if request.ranks > 1 and not api.find_plan(Path(target)):
-        return _certify_ranks(request, folder, timeline, as_json, why, say)
+        return _certify_ranks(request, folder, timeline, as_json, why, levers, say)
     plan, home = _plan_of(target, request, folder)
     _check_home(home, timeline)
     typed = Typed(target=target, device=device, memory=memory, changes=changes)
@@ -247,25 +249,16 @@ def certify_command(
     certificate = _certify(plan.recipe, plan.memory.usable, home, timeline, say)
     if home:
         api.write_plan(plan, home)
-    levers: Sequence[Lever] = ()
+    turned = _find_levers(plan.request, certificate, say) if levers else None
     nearest = None
-    if why:
-        say("certifying every lever")
-        levers = api.find_levers(plan.request, certificate)
     if certificate.memory.verdict == "does_not_fit":
         say("searching the nearest recipe that fits")
         nearest = api.find_nearest(plan, certificate)
     if as_json:
-        print_json(_with_time(certificate, plan, levers, nearest))
+        print_json(_with_time(certificate, plan, turned or (), nearest))
     else:
-        from memfit.screens.certificate import show_certificate
-        from memfit.screens.widgets.layout import make_console
-
         commands = _after_certificate(certificate, plan, home, typed, nearest)
-        show_certificate(
-            make_console(), certificate, plan, commands=commands, why=why, levers=levers,
-            nearest=nearest,
-        )  # fmt: skip
+        _show(certificate, plan, commands, why, turned, nearest)
     return _exit_code(certificate.memory.verdict)
 
 
@@ -275,6 +268,7 @@ def _certify_ranks(
     timeline: bool,
     as_json: bool,
     why: bool,
+    levers: bool,
     say: Callable[[str], None],
 ) -> int:
     """Certify the fullest rank of what a request states, without a plan."""
@@ -290,21 +284,43 @@ def _certify_ranks(
         say(f"assumed: {assumed}")
     say(f"certifying recipe {recipe.digest} for {recipe.parallel.world} x {recipe.device}")
     certificate = _certify(recipe, stated.usable, home, timeline, say)
-    levers: Sequence[Lever] = ()
-    if why:
-        say("certifying every lever")
-        levers = api.find_levers(request, certificate)
+    turned = _find_levers(request, certificate, say) if levers else None
     if as_json:
         from memfit.records import to_data
 
-        more = {"defaults": to_data(stated.defaults), "levers": to_data(levers), "nearest": None}
+        found = to_data(turned or ())
+        more = {"defaults": to_data(stated.defaults), "levers": found, "nearest": None}
         print_json({**to_data(certificate), **more})
     else:
-        from memfit.screens.certificate import show_certificate
-        from memfit.screens.widgets.layout import make_console
-
-        show_certificate(make_console(), certificate, None, commands=[], why=why, levers=levers)
+        _show(certificate, None, [], why, turned, None)
     return _exit_code(certificate.memory.verdict)
+
+
+def _find_levers(
+    request: Request, certificate: Certificate, say: Callable[[str], None]
+) -> Sequence[Lever]:
+    """Each knob turned by itself, certified."""
+    from memfit import api
+
+    say("certifying every lever")
+    return api.find_levers(request, certificate)
+
+
+def _show(
+    certificate: Certificate,
+    plan: Plan | None,
+    commands: list[str],
+    why: bool,
+    levers: Sequence[Lever] | None,
+    nearest: Nearest | None,
+) -> None:
+    """Print the short screen, or the whole one."""
+    from memfit.screens.certificate import show_certificate
+    from memfit.screens.short_certificate import show_short_certificate
+    from memfit.screens.widgets.layout import make_console
+
+    show = show_certificate if why else show_short_certificate
+    show(make_console(), certificate, plan, commands=commands, levers=levers, nearest=nearest)
 
 
 def _check_home(home: Path | None, timeline: bool) -> None:
@@ -374,10 +390,12 @@ def _show_miss(
         return _exit_code(plan.memory.verdict)
     from memfit.screens.certificate import show_nearest
     from memfit.screens.plan import show_plan
+    from memfit.screens.short import show_short
     from memfit.screens.widgets.layout import make_console, next_commands
 
     console = make_console()
-    show_plan(console, plan, commands=[], why=why)
+    show = show_plan if why else show_short
+    show(console, plan, commands=[])
     show_nearest(console, nearest, plan.recipe.device)
     next_commands(console, _after_miss(plan, typed, nearest))
     return _exit_code(plan.memory.verdict)

@@ -1,4 +1,4 @@
-"""The screen of a certificate: verdict, three numbers, predicted against certified, the peak."""
+"""The whole screen of a certificate: numbers, predicted against certified, every tensor."""
 
 from __future__ import annotations
 
@@ -35,22 +35,18 @@ def show_certificate(
     plan: Plan | None,
     *,
     commands: Sequence[str],
-    why: bool = False,
-    levers: Sequence[Lever] = (),
+    levers: Sequence[Lever] | None = None,
     nearest: Nearest | None = None,
 ) -> None:
-    """The whole screen of `memfit certify`; `plan` adds the predicted column."""
+    """The whole of it, as `memfit certify --why` prints it; `plan` adds the predicted column.
+
+    levers: None, where none was certified.
+    """
     recipe, memory = certificate.recipe, certificate.memory
     show_verdict(console, memory, f"{recipe.model.name} on {recipe.device} (certified)")
-    torch = certificate.versions.get("torch", "an unknown version")
-    took = units.show_seconds(certificate.seconds)
-    if certificate.from_cache:
-        ran = f"from the cache, made in {took}; `--no-cache` runs its step again"
-    else:
-        ran = f"its own step ran on fake tensors in {took}"
-    say(console, f"recipe {certificate.recipe_digest}: {ran}, torch {torch}", style="dim")
+    say(console, f"recipe {certificate.recipe_digest}: {describe_run(certificate)}", style="dim")
     show_bar(console, memory)
-    show_breakdown(console, memory, why=why)
+    show_breakdown(console, memory)
     _show_numbers(console, certificate, plan)
     _show_phases(console, certificate, plan)
     if certificate.host:
@@ -59,15 +55,25 @@ def show_certificate(
     _show_generation(console, certificate)
     if plan is not None:
         _show_kinds(console, certificate, plan)
-    if why:
-        _show_every_tensor(console, certificate)
-        _show_levers(console, levers)
-    else:
-        _show_tensors(console, certificate)
+    _show_tensors(console, certificate)
+    _show_every_tensor(console, certificate)
+    if levers is not None:
+        show_levers(console, levers)
     if memory.verdict == "does_not_fit":
         show_nearest(console, nearest, recipe.device, ranks=recipe.parallel.world)
     bullets(console, "Holds for", certificate.bounds)
     next_commands(console, commands)
+
+
+def describe_run(certificate: Certificate) -> str:
+    """How the certificate was made, and by which torch."""
+    torch = certificate.versions.get("torch", "an unknown version")
+    took = units.show_seconds(certificate.seconds)
+    if certificate.from_cache:
+        ran = f"from the cache, made in {took}; `--no-cache` runs its step again"
+    else:
+        ran = f"its own step ran on fake tensors in {took}"
+    return f"{ran}, torch {torch}"
 
 
 def _bytes(n: int | None) -> str:
@@ -142,9 +148,6 @@ def _show_tensors(console: Console, certificate: Certificate) -> None:
         return
     heading(console, "Largest tensors alive at the peak")
     show_tensors(console, certificate.at_peak[:TENSORS])
-    if (more := len(certificate.at_peak) - TENSORS) > 0:
-        line = f"{more} more rows, and each one's source line, with --why"
-        say(console, line, style="dim", indent=INDENT)
 
 
 def _show_every_tensor(console: Console, certificate: Certificate) -> None:
@@ -161,7 +164,8 @@ def _show_every_tensor(console: Console, certificate: Certificate) -> None:
         say(console, origin, style="dim", indent=INDENT + width + 2)
 
 
-def _show_levers(console: Console, levers: Sequence[Lever]) -> None:
+def show_levers(console: Console, levers: Sequence[Lever]) -> None:
+    """What each certified lever takes off the peak."""
     heading(console, "Levers (one knob turned, each certified)")
     if not levers:
         say(console, "no knob can be turned", indent=INDENT)
@@ -205,7 +209,7 @@ def show_nearest(console: Console, nearest: Nearest | None, device: str, *, rank
         heading(console, "The nearest recipe that fits")
         why = "the limit is unknown, or no other can be certified"
         if ranks > 1:
-            why = "a plan is for one device today; --why certifies every lever"
+            why = "a plan is for one device today; --levers certifies every lever"
         say(console, f"not searched: {why}", indent=INDENT)
         return
     fits = nearest.memory.verdict != "does_not_fit"

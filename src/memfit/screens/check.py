@@ -19,8 +19,8 @@ from memfit.screens.short import (
     list_assumed,
     text,
 )
-from memfit.screens.widgets.layout import INDENT, STYLES, bullets, plain, say
-from memfit.screens.widgets.terminal import Console, Styled
+from memfit.screens.widgets.layout import INDENT, STYLES, bullets, say
+from memfit.screens.widgets.terminal import Console
 
 # of verdicts that have a sentence of their own
 WORDS = {
@@ -72,7 +72,7 @@ def show_check(
         _show_short(console, checked, plan, verdict, lists)
         return
     say(console, f"Read as {' and '.join(checked.tools)}", style="bold")
-    show_plan(console, plan, commands=[], why=True, verdict=verdict)
+    show_plan(console, plan, commands=[], verdict=verdict)
     for title, lines in lists.items():
         bullets(console, title, lines)
 
@@ -90,7 +90,7 @@ def _show_short(
 ) -> None:
     """What is assumed is cut to what is left of the lines."""
     lines = describe_memory(console, plan, verdict)
-    lines += describe_recipe(console, plan, " and ".join(checked.tools))
+    lines += describe_recipe(console, plan.recipe, read_as=" and ".join(checked.tools))
     if verdict is None and plan.memory.verdict != "does_not_fit":
         lines += describe_time(console, plan)
     assumed = [*lists.pop(OF_FILES, []), *plan.assumptions]
@@ -98,7 +98,8 @@ def _show_short(
     left = MOST - 1 - len(lines)
     for line in (*lines, *list_assumed(console, assumed, left if assumed else 0)):
         console.write(line)
-    console.write([Styled(plain(console, WHOLE), "dim")])
+    for line in text(console, WHOLE, style="dim"):
+        console.write(line)
 
 
 def _fit(console: Console, lists: Mapping[str, Sequence[str]], most: int) -> Lines:

@@ -35,18 +35,15 @@ from memfit.screens.widgets.memory import (
 from memfit.screens.widgets.phases import show_phases
 from memfit.screens.widgets.terminal import Console
 
-FIRST = 6  # rows of the "considered" table without --why
-
 
 def show_plan(
     console: Console,
     plan: Plan,
     *,
     commands: Sequence[str],
-    why: bool = False,
     verdict: tuple[str, str, str] | None = None,
 ) -> None:
-    """The whole screen of `memfit plan` and `memfit predict`.
+    """The whole of it, as `memfit plan --why` and `memfit predict --why` print it.
 
     verdict: another one than the prediction's own: its word, style and sentence.
     """
@@ -66,22 +63,22 @@ def show_plan(
         say(console, describe_recipe(plan), style="dim")
         if recipe.is_own and is_pure(recipe):
             say(console, describe_storage(plan.request, recipe), style="bold yellow")
-        _show_memory(console, plan, why=why)
+        _show_memory(console, plan)
     show_ways_out(console, plan)
     _show_time(console, plan.time, plan.cost, recipe.steps)
     _show_traffic(console, plan)
-    _show_considered(console, plan, why=why)
+    _show_considered(console, plan)
     _show_levers(console, plan)
     bullets(console, "Assumed", plan.assumptions)
     next_commands(console, commands)
 
 
-def _show_memory(console: Console, plan: Plan, *, why: bool) -> None:
+def _show_memory(console: Console, plan: Plan) -> None:
     recipe, memory = plan.recipe, plan.memory
     if memory.verdict == "does_not_fit":
         say(console, f"nearest miss: {describe_shortfall(memory, recipe.device)}")
     show_bar(console, memory)
-    show_breakdown(console, memory, why=why)
+    show_breakdown(console, memory)
     say(console, f"limit: {memory.because}", style="dim", indent=INDENT)
     show_instants(console, {p: plan.ledger.total(p) for p in plan.ledger.phases}, memory.peak_phase)
 
@@ -193,10 +190,10 @@ def _show_time(console: Console, time: Time, cost: Cost, steps: int) -> None:
     show_phases(console, time.phases)
 
 
-def _show_considered(console: Console, plan: Plan, *, why: bool) -> None:
+def _show_considered(console: Console, plan: Plan) -> None:
     if not plan.considered:
         return
-    rows = plan.considered if why else _first(plan.considered)
+    rows = plan.considered
     common, labels = split_labels([row.label for row in rows])
     heading(console, f"Considered (all: {common})" if common else "Considered")
     table = make_table("", "recipe", "needs", "time", "why", numbers=("needs", "time"))
@@ -215,8 +212,6 @@ def _show_considered(console: Console, plan: Plan, *, why: bool) -> None:
             "~ the search's estimate, within a few per cent; what was chosen is predicted in full"
         )
         say(console, note, style="dim", indent=INDENT)
-    if hidden := len(plan.considered) - len(rows):
-        say(console, f"{hidden} more with --why", style="dim", indent=INDENT)
 
 
 def _mark(console: Console, row: Considered) -> str:
@@ -240,17 +235,6 @@ def split_labels(labels: Sequence[str]) -> tuple[str, list[str]]:
     common = [p for p in pieces[0] if all(p in other for other in pieces)]
     rest = [", ".join(p for p in own if p not in common) for own in pieces]
     return ", ".join(common), rest
-
-
-def _first(rows: Sequence[Considered]) -> list[Considered]:
-    """The chosen one and its nearest neighbours, those that fit and those that do not."""
-    chosen = [r for r in rows if r.chosen]
-    fitting = [r for r in rows if r.fits and not r.chosen]
-    failing = [r for r in rows if not r.fits and not r.chosen]
-    room = FIRST - len(chosen)
-    shown = fitting[: max(room - len(failing), room // 2)]
-    shown += failing[: room - len(shown)]
-    return [r for r in rows if r in chosen or r in shown]
 
 
 def _shown_needs(row: Considered) -> str:

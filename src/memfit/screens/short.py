@@ -15,7 +15,7 @@ from memfit.core.wording import VERDICTS
 from memfit.files.flags import type_key
 from memfit.plan.request.assumed import describe_storage, is_pure
 from memfit.records.recipe import Parallel, Recipe
-from memfit.records.results import Considered, Plan, WayOut
+from memfit.records.results import Certificate, Considered, Plan, WayOut
 from memfit.screens.widgets.bar import fill, scale, stacked_bar
 from memfit.screens.widgets.layout import INDENT, STYLES, continue_lines, plain
 from memfit.screens.widgets.memory import describe_needed, parts_of
@@ -34,10 +34,15 @@ Lines = list[Line]
 
 def show_short(console: Console, plan: Plan, *, commands: Sequence[str]) -> None:
     """Print the screen; what was assumed is cut to what is left of 24 lines."""
-    above = [*describe_memory(console, plan), *describe_recipe(console, plan)]
+    wide = 0 if plan.ways_out else 1
+    above = [
+        *describe_memory(console, plan),
+        *describe_recipe(console, plan.recipe, most=2 + wide),
+        *_warn_storage(console, plan, 1 + wide),
+    ]
     if not plan.ways_out:  # each has a time of its own
         above += describe_time(console, plan)
-    below = _list_next(console, commands)
+    below = list_next(console, commands)
     left = MOST - len(above) - len(below) - 1
     for few in range(FEW, 0, -1):
         levers = _list_levers(console, plan, few)
@@ -47,7 +52,8 @@ def show_short(console: Console, plan: Plan, *, commands: Sequence[str]) -> None
             break
     for line in (*above, *list_assumed(console, plan.assumptions, max(left, 1)), *below):
         console.write(line)
-    console.write([Styled(plain(console, WHOLE), "dim")])
+    for line in text(console, WHOLE, style="dim"):
+        console.write(line)
 
 
 def text(console: Console, words: str, *, style: str = "", indent: int = 0, most: int = 0) -> Lines:
@@ -60,16 +66,20 @@ def text(console: Console, words: str, *, style: str = "", indent: int = 0, most
 
 
 def describe_memory(
-    console: Console, plan: Plan, verdict: tuple[str, str, str] | None = None
+    console: Console,
+    found: Plan | Certificate,
+    verdict: tuple[str, str, str] | None = None,
+    note: str = "",
 ) -> Lines:
     """The verdict with margin and range, the bar, and its largest parts.
 
-    verdict: another one than the prediction's own: its word, style and sentence.
+    verdict: another one than the memory's own: its word, style and sentence; note: after the
+    model's and the device's name.
     """
-    memory = plan.memory
-    world = plan.recipe.parallel.world
+    memory, recipe = found.memory, found.recipe
+    world = recipe.parallel.world
     many = f"{world} x " if world > 1 else ""
-    subject = f"{plan.recipe.model.name} on {many}{plan.recipe.device}"
+    subject = f"{recipe.model.name} on {many}{recipe.device}{note}"
     if memory.peak_allocated is None:
         return [
             *text(console, f"memory unknown: {subject}", style="bold"),
@@ -94,9 +104,8 @@ def describe_memory(
     return [*lines, [*key, Styled("GiB", "dim")]]
 
 
-def describe_recipe(console: Console, plan: Plan, read_as: str = "") -> Lines:
+def describe_recipe(console: Console, r: Recipe, *, most: int = 3, read_as: str = "") -> Lines:
     """Whose step it is, and its recipe; read_as: the tools whose files say so."""
-    r = plan.recipe
     whose = "memfit's own step" if r.is_own else f"a step of {r.framework}"
     whose = f"read as {read_as}: {whose}" if read_as else whose
     names = r.lora.targets
@@ -108,21 +117,21 @@ def describe_recipe(console: Console, plan: Plan, read_as: str = "") -> Lines:
     redo = f"{r.recompute_blocks} blocks recomputed" if r.recompute_blocks else "nothing recomputed"
     redo += f", {r.selective_blocks} selectively" if r.selective_blocks else ""
     offload = f", {r.offload} offloaded" if r.offload != "none" else ""
-    lines = text(
+    return text(
         console,
         f"{whose}: {objective}{method}, {r.precision}, {r.optimizer.name}, sequence"
         f" {r.sequence_length}, batch {r.micro_batch} x {r.accumulation}{_describe_axes(r)},"
         f" {redo}{offload}",
-        style="dim", most=2 if plan.ways_out else 3,
+        style="dim", most=most,
     )  # fmt: skip
-    if r.is_own and is_pure(r):
-        lines += text(
-            console,
-            describe_storage(plan.request, r),
-            style="bold yellow",
-            most=1 if plan.ways_out else 2,
-        )
-    return lines
+
+
+def _warn_storage(console: Console, plan: Plan, most: int) -> Lines:
+    """What pure 16-bit storage loses."""
+    if not (plan.recipe.is_own and is_pure(plan.recipe)):
+        return []
+    words = describe_storage(plan.request, plan.recipe)
+    return text(console, words, style="bold yellow", most=most)
 
 
 def _describe_axes(recipe: Recipe) -> str:
@@ -242,7 +251,8 @@ def list_assumed(console: Console, assumed: Sequence[str], most: int) -> Lines:
     return text(console, f"Assumed: {'; '.join(assumed)}", style="dim", most=most)
 
 
-def _list_next(console: Console, commands: Sequence[str]) -> Lines:
+def list_next(console: Console, commands: Sequence[str]) -> Lines:
+    """The first command to type next."""
     if not commands:
         return []
     lines = continue_lines(commands[0], console.width - INDENT)

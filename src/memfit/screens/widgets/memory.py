@@ -103,8 +103,8 @@ def show_bar(console: Console, memory: Memory) -> None:
     show(console, scale(sum(n for _, n in parts), memory.usable, width=width))
 
 
-def show_breakdown(console: Console, memory: Memory, *, why: bool) -> None:
-    """Bytes by kind at the peak with the reason of each; with `why` every entry."""
+def show_breakdown(console: Console, memory: Memory) -> None:
+    """Bytes by kind at the peak with the reason of each, and every entry."""
     heading(console, f"Memory at the peak ({PHASES.get(memory.peak_phase, memory.peak_phase)})")
     table = make_table("", "kind", "bytes", "share", "because", numbers=("bytes", "share"))
     parts = parts_of(memory)
@@ -122,8 +122,7 @@ def show_breakdown(console: Console, memory: Memory, *, why: bool) -> None:
         )
     table.add_row("", "total", units.show_bytes(total), "", "", style="bold")
     show(console, table)
-    if why:
-        _show_entries(console, memory.entries)
+    _show_entries(console, memory.entries)
 
 
 def _reasons(entries: tuple[Entry, ...]) -> dict[str, str]:
