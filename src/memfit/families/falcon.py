@@ -26,6 +26,7 @@ from memfit.families.shared.forward import (
     Weights,
     apply_layer_norm,
     attend,
+    keep,
     module,
     plain_mlp,
     project,
@@ -209,6 +210,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     query, key = meta.transpose(query, 1, 2), meta.transpose(key, 1, 2)
     value = meta.transpose(value, 1, 2)
     query, key = rotate(query, key, turn)
+    key, value = keep(forward, key, value)
     out = meta.reshape(attend(forward, query, key, value), *x.shape)
     out = project(forward, weights, "self_attention.dense", out)  # what went in is let go first
     return out  # noqa: RET504

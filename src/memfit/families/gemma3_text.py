@@ -33,6 +33,7 @@ from memfit.families.shared.forward import (
     Rotation,
     Weights,
     attend,
+    keep,
     module,
     positions,
     project,
@@ -165,6 +166,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     query = unit_norm(forward, weights["self_attn.q_norm.weight"], query, feeds=False)
     key = unit_norm(forward, weights["self_attn.k_norm.weight"], key, feeds=False)
     query, key = rotate(query, key, turn)
+    key, value = keep(forward, key, value)
     out = attend(forward, query, key, value)
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first

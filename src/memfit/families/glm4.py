@@ -24,6 +24,7 @@ from memfit.families.shared.forward import (
     attend,
     cut_head,
     heads,
+    keep,
     module,
     project,
     rms_norm,
@@ -122,6 +123,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     key = heads(forward, weights, "self_attn.k_proj", x, shape)
     value = heads(forward, weights, "self_attn.v_proj", x, shape)
     query, key = _rotate(query, key, turn)
+    key, value = keep(forward, key, value)
     out = attend(forward, query, key, value)
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first

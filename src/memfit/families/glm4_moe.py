@@ -28,6 +28,7 @@ from memfit.families.shared.forward import (
     Rotation,
     Weights,
     attend,
+    keep,
     module,
     project,
     rms_norm,
@@ -134,6 +135,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     key = meta.transpose(key, 1, 2)
     value = meta.transpose(value, 1, 2)
     query, key = rotate_part(query, key, turn)
+    key, value = keep(forward, key, value)
     out = attend(forward, query, key, value)
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first

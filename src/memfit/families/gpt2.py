@@ -16,6 +16,7 @@ from memfit.families.shared.forward import (
     apply_layer_norm,
     attend,
     embedding,
+    keep,
     module,
     plain_mlp,
     positions,
@@ -135,6 +136,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     key = meta.transpose(meta.view(key, *shape), 1, 2)
     value = meta.transpose(meta.view(value, *shape), 1, 2)
     query = meta.transpose(meta.view(query, *shape), 1, 2)
+    key, value = keep(forward, key, value)
     out = attend(forward, query, key, value)
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "attn.c_proj", out)  # what went in is let go first

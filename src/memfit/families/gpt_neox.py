@@ -23,6 +23,7 @@ from memfit.families.shared.forward import (
     Weights,
     apply_layer_norm,
     attend,
+    keep,
     module,
     plain_mlp,
     project,
@@ -131,6 +132,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     fused = meta.transpose(meta.view(fused, *x.shape[:-1], -1, 3 * size), 1, 2)
     query, key, value = meta.split(fused, (size, size, size), 3)
     query, key = rotate_part(query, key, turn)
+    key, value = keep(forward, key, value)
     out = attend(forward, query, key, value)
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "attention.dense", out)  # what went in is let go first

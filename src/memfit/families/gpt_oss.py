@@ -27,6 +27,7 @@ from memfit.families.shared.forward import (
     Weights,
     embedding,
     heads,
+    keep,
     module,
     positions,
     project,
@@ -34,6 +35,7 @@ from memfit.families.shared.forward import (
 from memfit.families.shared.weights import Rows, head, linear, repeat, rotary_buffers
 from memfit.meta import Tensor
 from memfit.meta.attending.sinks import attend_beside_sinks, attend_with_sinks
+from memfit.meta.attending.slots import Decode, attend_slots
 from memfit.meta.layers import routing
 from memfit.records.model import SLIDING, Architecture, TensorSpec, Weight
 
@@ -207,7 +209,11 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tens
     value = heads(forward, weights, "self_attn.v_proj", x, shape)
     cos, sin = meta.unsqueeze(shared[0], 1), meta.unsqueeze(shared[1], 1)
     query, key = _turn(query, cos, sin), _turn(key, cos, sin)
+    key, value = keep(forward, key, value)
     sinks = weights["self_attn.sinks"]
+    if isinstance(forward.slots, Decode):
+        out = attend_slots(forward.slots, query, key, value, sinks=sinks)
+        return _leave(forward, weights, out, x)
     call = partial(attend_with_sinks, sinks=sinks)
     masks = forward.masks
     mask = None if masks is None else masks.of(forward.architecture, forward.kind)
@@ -217,7 +223,11 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tens
         out = call(query, key, value)
     else:
         out = meta.by_document(call, query, key, value, forward.documents)
-    out = meta.transpose(out, 1, 2)
+    return _leave(forward, weights, meta.transpose(out, 1, 2), x)
+
+
+def _leave(forward: Forward, weights: Weights, out: Tensor, x: Tensor) -> Tensor:
+    """(batch, tokens, heads, size) -> (batch, tokens, hidden)."""
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
     return out  # noqa: RET504

@@ -28,6 +28,7 @@ from memfit.families.shared.forward import (
     attend,
     cut_head,
     embedding,
+    keep,
     module,
     plain_mlp,
     positions,
@@ -166,6 +167,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     key = meta.concatenate((key_part, key_rest), 3)
     query = meta.concatenate((query_part, query_rest), 3)
     query, key = meta.transpose(query, 1, 2), meta.transpose(key, 1, 2)
+    key, value = keep(forward, key, value)
     out = attend(forward, query, key, value)
     out = meta.contiguous(meta.reshape(out, *x.shape))
     out = project(forward, weights, "attn.out_proj", out)  # the product's input is let go first

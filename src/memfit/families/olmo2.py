@@ -24,6 +24,7 @@ from memfit.families.shared.forward import (
     attend,
     embedding,
     gated_mlp,
+    keep,
     module,
     positions,
     project,
@@ -129,6 +130,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     key = meta.transpose(meta.view(key, *shape), 1, 2)
     value = meta.transpose(meta.view(value, *shape), 1, 2)
     query, key = _rotate(query, key, turn)
+    key, value = keep(forward, key, value)
     out = attend(forward, query, key, value)
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first

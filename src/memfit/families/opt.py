@@ -16,6 +16,7 @@ from memfit.families.shared.forward import (
     apply_layer_norm,
     attend,
     embedding,
+    keep,
     module,
     project,
 )
@@ -114,7 +115,7 @@ class Opt(Family):
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""
         tokens = embedding(forward, weights["decoder.embed_tokens.weight"], forward.input_ids)
-        ones = meta.empty(forward.meter, (forward.batch, forward.tokens), "float32")
+        ones = meta.empty(forward.meter, (forward.batch, forward.reach), "float32")
         position_ids = forward.position_ids
         if position_ids is None:
             position_ids = _count(ones)
@@ -188,6 +189,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     value = project(forward, weights, "self_attn.v_proj", x)
     key = meta.transpose(meta.view(key, *shape), 1, 2)
     value = meta.transpose(meta.view(value, *shape), 1, 2)
+    key, value = keep(forward, key, value)
     out = attend(forward, query, key, value)
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.out_proj", out)  # what went in is let go first

@@ -25,6 +25,7 @@ from memfit.families.shared.forward import (
     apply_layer_norm,
     attend,
     cut_head,
+    keep,
     module,
     plain_mlp,
     project,
@@ -141,6 +142,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     query_part, key_part = _rotate(query_part, key_part, turn)
     query = meta.concatenate((query_part, query_rest), 3)
     key = meta.concatenate((key_part, key_rest), 3)
+    key, value = keep(forward, key, value)
     out = attend(forward, query, key, value)
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.dense", out)  # what went in is let go first

@@ -7,7 +7,7 @@ that looks superfluous keeps a tensor alive as long as the real one is alive.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -15,14 +15,21 @@ import msgspec
 from memfit import meta
 from memfit.families.shared.masks import Masks, attend_masked
 from memfit.meta import Meter, Tensor
+from memfit.meta.attending.slots import Decode, Prefill, attend_slots
 from memfit.meta.distributed.ring import Ring, ring_attention
 from memfit.meta.distributed.sharding import Unit
+from memfit.meta.elementwise import autocast_lower
 from memfit.meta.layers import float8, lean, liger
 from memfit.meta.layers.dequantised import QUANTISED_DTYPE, Dequantised
 from memfit.meta.layers.dora import rescale
 from memfit.meta.layers.qat import GROUP, round_weight
 from memfit.meta.layers.quantised import Quantised
 from memfit.meta.losses.cross_entropy import chunked_sum, cross_entropy_sum
+from memfit.meta.losses.policy import (
+    TokenLogProbs,
+    chunked_token_log_probs,
+    plain_token_log_probs,
+)
 from memfit.meta.losses.preference import chunked_log_probs, merge_context, plain_log_probs
 from memfit.records.model import Architecture
 
@@ -56,6 +63,7 @@ class Forward(msgspec.Struct, frozen=True):
     )
     starts: Tensor | None = None  # of documents, where one call of the kernel serves them all
     ring: Ring | None = None  # with which ranks attention is to whole rows
+    slots: Prefill | Decode | None = None  # keys and values that generation keeps
     quantised: Dequantised | Quantised = Quantised()  # how weights stored quantised are multiplied
     repeats_keys: bool = False  # keys and values are made for all heads, whatever the kernel
     adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
@@ -77,6 +85,11 @@ class Forward(msgspec.Struct, frozen=True):
     def tokens(self) -> int:
         """Tokens of a row."""
         return self.input_ids.shape[1]
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a row's last one attends to, at most."""
+        return self.slots.reach if isinstance(self.slots, Decode) else self.tokens
 
 
 class Embedded(NamedTuple):
@@ -343,11 +356,21 @@ def cut_head(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return part, meta.narrow(x, 3, size, rest)
 
 
+def keep(forward: Forward, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What a cache returns of keys and values: while answers are sampled, those to attend with."""
+    if forward.slots is None:
+        return key, value
+    return forward.slots.store(key, value, forward.architecture.window(forward.kind))
+
+
 def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """(batch, heads, tokens, size) -> (batch, tokens, heads, size), as train/model/attention.py.
 
     Where the forward has masks: as Hugging Face's own functions.
     """
+    if isinstance(forward.slots, Decode):
+        capped = forward.architecture.attention_cap > 0
+        return attend_slots(forward.slots, query, key, value, capped=capped)
     if forward.masks is not None:
         out = attend_masked(
             forward.masks, forward.architecture, forward.kind, query, key, value
@@ -361,19 +384,13 @@ def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tenso
     padding = query.shape[-1] - width if forward.kernel == "flash" else 0
     if padding:
         value = meta.pad_last(value, padding)
-    window = a.window(forward.kind)
     repeats = a.attention_cap or forward.repeats_keys or forward.kernel == "efficient"
     if query.shape[1] != key.shape[1] and repeats:
         groups = query.shape[1] // key.shape[1]
         repeat = meta.expand_heads if forward.repeats_keys else meta.repeat_heads
         key, value = repeat(key, groups), repeat(value, groups)
 
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if a.attention_cap:
-            return meta.capped(query, key, value)
-        band = forward.band if window and key.shape[2] > window else None
-        return meta.attention(forward.kernel, query, key, value, band)
-
+    call = partial(_attend_once, forward)
     if forward.documents is None:
         out = call(query, key, value)
     else:
@@ -381,6 +398,22 @@ def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tenso
     if padding:
         out = meta.narrow(out, 3, 0, width)
     return meta.transpose(out, 1, 2)
+
+
+def _attend_once(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One call of the kernel: capped, within a window, or causal."""
+    a = forward.architecture
+    if a.attention_cap:
+        return meta.capped(query, key, value)
+    window = a.window(forward.kind)
+    if not window or key.shape[2] <= window:
+        return meta.attention(forward.kernel, query, key, value)
+    kernel, band = forward.kernel, forward.band
+    if band is None:  # prompts are read without a mask for all blocks
+        kernel = "math" if kernel == "flash" and query.meter.cuda else kernel
+        whole = meta.make_band(query, key.shape[2], query.dtype)
+        return meta.attention(kernel, query, key, value, autocast_lower(whole))
+    return meta.attention(kernel, query, key, value, band)
 
 
 Projection = Callable[[Forward, Weights, str, Tensor], Tensor]
@@ -402,6 +435,7 @@ def gated_attention(
         query, key = liger.rotate(query, key, *turn)
     elif turn is not None:
         query, key = rotate(query, key, turn)
+    key, value = keep(forward, key, value)
     out = attend(forward, query, key, value)
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = last(forward, weights, "self_attn.o_proj", out)  # the product's input is let go first
@@ -541,3 +575,20 @@ def row_log_probs(
     if forward.tail is not None:
         forward.tail.leave(found)
     return found
+
+
+def token_log_probs(
+    forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor, chunk: int, *, heated: bool
+) -> TokenLogProbs:
+    """Log-probabilities and entropies of tokens, as train/rl/token_log_probs.py; chunk 0: at once.
+
+    heated: whether a temperature divides the logits.
+    """
+    a = forward.architecture
+    if a.logits_scaled or a.logit_cap or heated:
+        hidden = meta.scale(hidden)
+    if not chunk:
+        return plain_token_log_probs(_wide_logits(forward, weights, hidden), labels)
+    flat = meta.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
+    head = weights["lm_head.weight"]
+    return chunked_token_log_probs(flat, head, labels, chunk, bool(a.logit_cap))

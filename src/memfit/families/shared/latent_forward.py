@@ -14,6 +14,7 @@ from memfit.families.shared.forward import (
     Weights,
     attend,
     gated_mlp,
+    keep,
     module,
     project,
     rms_norm,
@@ -96,6 +97,7 @@ def latent_attention(
     both = meta.view(both, batch, 1, tokens, latent.kv_rank)
     key_turned = meta.view(key_turned, batch, 1, tokens, latent.rotated)
     query_turned, key_turned = rotate(query_turned, key_turned, shared)
+    both, key_turned = keep(forward, both, key_turned)
     joined = meta.concatenate((query_plain, query_turned), 3)
     key, value = _expanded(forward, weights, both, key_turned)
     out = attend(forward, joined, key, value)

@@ -109,7 +109,7 @@ def capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     batch, heads, tokens, size = query.shape
     turned = transpose(key, 2, 3)
     low_turned = autocast_lower(turned)  # C++ evaluates the last first
-    scores = _scores(autocast_lower(query), low_turned)
+    scores = scores_of(autocast_lower(query), low_turned)
     del turned, low_turned
     scores = scale(scores)
     scores = scale(tanh(scores))
@@ -293,7 +293,7 @@ def _math(
     if turned.shape[1] != heads:  # a product repeats them
         turned = expand(turned, batch, heads, *turned.shape[2:])
         value_full = expand(value_full, batch, heads, *value.shape[2:])
-    scores = _scores(scaled_query, turned)
+    scores = scores_of(scaled_query, turned)
     del turned
     masked = add(scores, mask)
     del scores
@@ -319,7 +319,7 @@ def _causal_mask(query: Tensor) -> Tensor:
     return mask
 
 
-def _scores(query: Tensor, key: Tensor) -> Tensor:
+def scores_of(query: Tensor, key: Tensor) -> Tensor:
     """(batch, heads, tokens, size) x (batch, heads, size, tokens), as `torch.matmul` runs it."""
     batch, heads, tokens, size = query.shape
     flat_query = reshape(query, batch * heads, tokens, size)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
-import msgspec
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
@@ -22,6 +21,16 @@ from memfit.meta.workspace import find_grid, product_workspace
 from memfit.parallelism.pipeline import shown_micro_batches, stage_model
 from memfit.parallelism.shards import cut_model, fullest_rank
 from memfit.plan.memory.explain import explain
+from memfit.plan.memory.rollouts import (
+    Calls,
+    cache_of,
+    inputs_of_answers,
+    rest_of_answers,
+    results_of_updates,
+    scored_phases,
+    walk_calls,
+    walk_forward,
+)
 from memfit.plan.memory.saving import highest_gather
 from memfit.plan.simulate.blocks import (
     AFTER_PRODUCT,
@@ -35,8 +44,14 @@ from memfit.plan.simulate.blocks import (
 )
 from memfit.plan.simulate.closed_form import Answers, find_answers
 from memfit.plan.simulate.fsdp_units import find_sharding
-from memfit.plan.simulate.segments import Passes, Segment, expand
-from memfit.plan.simulate.setting import Batch, Repeat, Row, Run, Setting
+from memfit.plan.simulate.sampled.rollout import (
+    Slots,
+    find_admissions,
+    find_limit,
+    record_rollout,
+)
+from memfit.plan.simulate.segments import Level, Passes, Segment, cut, expand
+from memfit.plan.simulate.setting import Answering, Batch, Repeat, Row, Run, Setting
 from memfit.plan.simulate.shared_products import SharedProducts
 from memfit.plan.simulate.stages import find_stages, fullest_places, held_blocks
 from memfit.plan.simulate.updates import around_micro_batches, hold
@@ -44,54 +59,7 @@ from memfit.records.hardware import Device
 from memfit.records.ledger import Entry, Kind, Ledger, Phase
 from memfit.records.model import DTYPE_BYTES, Model
 from memfit.records.recipe import Parallel, Recipe
-
-
-class Level(msgspec.Struct):
-    """What is alive now, and at the highest point of each phase so far.
-
-    Which instant is the highest is decided by the tensors, as in the certificate's ledger: by how
-    much their blocks are larger is an estimate that must not choose between equal instants.
-    """
-
-    live: Parts = {}
-    total: int = 0
-    peaks: dict[Phase, tuple[int, Parts]] = {}
-
-    def add(self, parts: Parts, times: int = 1) -> None:
-        """Change what is alive."""
-        for part, nbytes in parts.items():
-            self.live[part] = self.live.get(part, 0) + nbytes * times
-            self.total += nbytes * times if part != ROUNDING else 0
-
-    def reset(self, live: Parts) -> None:
-        """What was alive at an earlier instant is alive, and nothing else."""
-        self.live = live
-        self.total = sum(n for part, n in live.items() if part != ROUNDING)
-
-    def note(self, phase: Phase, top: Parts | None = None, rise: int | None = None) -> None:
-        """An instant of a phase: what is alive and `top`, whose tensors are `rise` bytes."""
-        if rise is None:
-            rise = sum(n for part, n in (top or {}).items() if part != ROUNDING)
-        height = self.total + rise
-        known = self.peaks.get(phase)
-        if known is None or height > known[0]:
-            parts = dict(self.live)
-            for part, nbytes in (top or {}).items():
-                parts[part] = parts.get(part, 0) + nbytes
-            self.peaks[phase] = (height, parts)
-
-    def walk(self, phase: Phase, segments: list[Segment], times: int) -> None:
-        """Run segments repeatedly; the first and the last time decide."""
-        self._once(phase, segments)
-        if times > 1:
-            for segment in segments:
-                self.add(segment.net, times - 2)
-            self._once(phase, segments)
-
-    def _once(self, phase: Phase, segments: list[Segment]) -> None:
-        for segment in segments:
-            self.note(phase, segment.top, segment.rise)
-            self.add(segment.net)
+from memfit.records.reinforcement import scores_old
 
 
 def predict_memory(model: Model, recipe: Recipe, device: Device, rank: int | None = None) -> Ledger:
@@ -251,6 +219,7 @@ def describe(
         mismatches=recipe.mismatches,
         learns=recipe.learns,
         precomputed=recipe.preference.reference == "precomputed",
+        answers=describe_answers(recipe),
         sharding=find_sharding(recipe, rank),
         stages=stages,
         program=SharedProducts(tp=tp) if tp > 1 else None,
@@ -258,6 +227,17 @@ def describe(
         ring=Ring(parallel.cp, parallel.place(rank)) if parallel.cp > 1 else None,
     )
     return setting, repeats(runs)
+
+
+def describe_answers(recipe: Recipe) -> Answering | None:
+    """What a micro-batch of sampled answers has; None where nothing is sampled."""
+    if not recipe.samples:
+        return None
+    return Answering(
+        old=scores_old(recipe.objective, recipe.policy),
+        reference=recipe.policy.beta > 0,
+        heated=recipe.rollout.temperature != 1.0,
+    )
 
 
 def worst_batch(recipe: Recipe) -> Batch:
@@ -268,6 +248,14 @@ def worst_batch(recipe: Recipe) -> Batch:
         tokens=recipe.own_row,
         documents=None if documents is None else documents[0],
     )
+
+
+@lru_cache(maxsize=64)
+def simulate_calls(setting: Setting, slots: Slots, dtype: str) -> Calls:
+    """Cached: of recipes that differ in their updates alone."""
+    passes = cut(record_rollout(setting, slots, dtype))
+    first = len(find_admissions(slots))
+    return Calls(passes[:first], passes[first:])
 
 
 class Outline:
@@ -289,6 +277,27 @@ class Outline:
     def evaluating(self, recipe: Recipe) -> list[Passes]:
         """The segments of an evaluated micro-batch, as large as a trained one."""
         return self._ask(self.evaluation, recipe)
+
+    def slots(self, recipe: Recipe) -> Slots:
+        """What sizes a rollout's calls."""
+        return Slots.of(recipe, find_limit(self.model.architecture))
+
+    def key_dtype(self, recipe: Recipe) -> str:
+        """Of keys and values: autocast's, where that is on, else the embedding's."""
+        if recipe.autocast:
+            return recipe.compute_dtype
+        return next(w.dtype for w in self.model.weights if w.part == "embedding")
+
+    def calls(self, recipe: Recipe) -> Calls:
+        """Prompts that are read, and a decoding step."""
+        setting = without_history(self.setting)
+        return simulate_calls(setting, self.slots(recipe), self.key_dtype(recipe))
+
+    def scoring(self, recipe: Recipe, phase: Phase) -> Passes:
+        """A forward that scores the tokens of a micro-batch."""
+        of = "policy" if phase is Phase.SCORE else "reference"
+        setting = replace(without_history(self.setting), scores=of)
+        return self._ask(find_answers(setting), recipe)[0]
 
     def _ask(self, answers: Answers, recipe: Recipe) -> list[Passes]:
         def general(rows: int, tokens: int) -> Batch:
@@ -379,24 +388,70 @@ class _Step:
         level.add(self._cublas)
         if starting:
             level.note(Phase.LOAD, hold((Kind.TEMPORARY, "blocks"), [starting], self.device))
-        self._scale_loss()
+        rests = {}
+        if self.recipe.samples:
+            scored = len(scored_phases(self.recipe))
+            rests = rest_of_answers(self.recipe, self.device, scored, advantages=True)
+        level.add(rests)
         if self.recipe.optimizer.in_backward:  # states appear in the first backward alone
             self.passes, following = self.passes[:1], self.passes[1:]
-        self._micro_batches(Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP)
+        first = Phase.FIRST_STEP
+        self._update((first, first, first, first, first), around.first, rests)
         if self.recipe.optimizer.in_backward:
             self.passes = following
-        level.walk(Phase.FIRST_STEP, [around.first], 1)
-        self._release_gradients()
-        self._scale_loss()
-        self._micro_batches(Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
-        level.walk(Phase.OPTIMIZER_STEP, [around.later], 1)
-        self._release_gradients()
+        self._last_update((first, first, first, first, first), rests)
+        if self.recipe.samples:
+            level.add(rests, -1)
+            self._roll_out()
+            level.add(rests)
+        later = Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP
+        self._update(later, around.later, rests)
+        self._last_update(later, rests)
+        level.add(rests, -1)
         level.add(self._scaler())
         held = dict(level.live)
-        self._evaluate()
+        if not self.recipe.samples:  # held-out prompts are not answered yet
+            self._evaluate()
         level.reset(held)
         # the tensors of a checkpoint are there already; those of the model's files are gathered
         level.note(Phase.SAVE, self.outline.saving)
+
+    def _update(self, phases: tuple[Phase, ...], around: Segment, rests: Parts) -> None:
+        """All micro-batches, and the optimizer's update. rests: of a rollout's answers."""
+        *within, last = phases
+        self._scale_loss()
+        self._micro_batches(*within)
+        self.level.walk(last, [around], 1)
+        self._release_gradients()
+        self.level.add({p: n for p, n in rests.items() if p[0] is Kind.TEMPORARY})
+
+    def _last_update(self, phases: tuple[Phase, ...], rests: Parts) -> None:
+        """The last of several updates with one rollout, beside what is left of the others."""
+        updates = self.recipe.policy.num_iterations - 1 if self.recipe.samples else 0
+        if updates:
+            self.level.add(results_of_updates(self.recipe, updates))
+            self._update(phases, self.outline.around.later, rests)
+
+    def _roll_out(self) -> None:
+        """Answers are sampled, and their tokens scored."""
+        level, outline, recipe = self.level, self.outline, self.recipe
+        slots, dtype = outline.slots(recipe), outline.key_dtype(recipe)
+        cache = cache_of(outline.model.architecture, slots, dtype, self.device)
+        walk_calls(level, cache, outline.calls(recipe), outline.counts)
+        for number, phase in enumerate(scored_phases(recipe), start=1):
+            held = dict(level.live)
+            level.add(rest_of_answers(recipe, self.device, number, advantages=False))
+            level.note(phase)
+            level.add(self._ids())
+            walk_forward(level, phase, outline.scoring(recipe, phase), outline.counts)
+            level.reset(held)
+
+    def _ids(self) -> Parts:
+        """Ids and labels of a micro-batch whose tokens are scored."""
+        if self.device.is_cpu:
+            return {}
+        nbytes = self.recipe.tokens * DTYPE_BYTES["int64"]
+        return hold((Kind.INPUT, "batch"), [nbytes, nbytes], self.device)
 
     def _evaluate(self) -> None:
         """Two held-out micro-batches: at the second, the first one's results are there, and what
@@ -418,6 +473,8 @@ class _Step:
             level.add(results)  # the loss, and of how many tokens
 
     def _inputs(self) -> Parts:
+        if self.recipe.samples:
+            return inputs_of_answers(self.recipe, self.device)
         row = self.recipe.own_row * DTYPE_BYTES["int64"]
         each = [self.recipe.micro_batch * row] * (3 if self.recipe.packing else 2)
         if self.recipe.parallel.cp > 1:
@@ -473,6 +530,7 @@ class _Step:
             for stretch, times in expand(segments, counts):
                 if stretch[0].name.endswith(AFTER_PRODUCT) and phase is Phase.FIRST_STEP:
                     level.add(self._cublas)
+                    self._cublas = {}
                 level.walk(phase, stretch, times)
         level.note(backward)
         for one in later:

@@ -33,6 +33,7 @@ from memfit.plan.simulate.fsdp_units import Named, Units
 from memfit.plan.simulate.in_backward import Updates
 from memfit.plan.simulate.one_block import run_block
 from memfit.plan.simulate.program import Comparing, OwnProgram
+from memfit.plan.simulate.sampled.update import reinforce, score_tokens
 from memfit.plan.simulate.setting import (
     Batch,
     Block,
@@ -157,10 +158,10 @@ def record(setting: Setting, batch: Batch, *, unrolled: bool = False) -> Recordi
     unrolled: loops run every pass, see `Meter.passes`.
     """
     with without_collecting():  # storages die by reference counting
-        return _Simulation(setting, batch, unrolled).run()
+        return Simulation(setting, batch, unrolled).run()
 
 
-class _Simulation:
+class Simulation:
     """One step of the small model on a meter."""
 
     def __init__(self, setting: Setting, batch: Batch, unrolled: bool) -> None:
@@ -188,7 +189,7 @@ class _Simulation:
         for run in setting.runs:
             for block in run.cycle * run.count:
                 self.blocks.append((self._block(block.rows), block))
-        bare = setting.references > 0
+        bare = setting.references > 0 or setting.scores == "reference"
         self.base = [
             (self._reference(w), replace(b, recomputed=False, reentrant=False, offloads=False))
             for w, b in self.blocks
@@ -244,6 +245,7 @@ class _Simulation:
         return self._weights(rows) if self.units is None else self.units.block(map(_name, rows))
 
     def run(self) -> Recording:
+        """All micro-batches that differ."""
         if self.setting.stages is not None:
             passes = run_stages(self)
             return self._recording(passes)
@@ -286,6 +288,7 @@ class _Simulation:
         self.marks.append(Mark(name, len(self.meter.events), self.meter.flop))
 
     def mark(self, name: str, owner: str) -> None:
+        """Begin a segment, and name the component that runs."""
         self.marks.append(Mark(name, len(self.meter.events), self.meter.flop))
         self.meter.owner = owner
 
@@ -348,6 +351,12 @@ class _Simulation:
                 loss = self._compare(self.setting.compares, forward, boundaries)
             elif inputs.rated is not None:
                 loss, sums = self._rate(forward, inputs, inputs.rated, boundaries)
+            elif self.setting.scores:
+                score_tokens(self, forward, labels, of=self.setting.scores)
+                self.mark("end", "")
+                return self.marks
+            elif self.setting.answers is not None:
+                loss, sums = reinforce(self, forward, labels, boundaries)
             elif self.setting.prefers:
                 loss, sums = self._prefer(forward, inputs, boundaries)
             else:
@@ -377,6 +386,16 @@ class _Simulation:
         loss.grad_fn = product.grad_fn = None  # no loop holds a graph longer
         self.mark("end", "")
         return self.marks
+
+    def find_hidden(self, forward: Forward, boundaries: list[int]) -> Tensor:
+        """(batch, tokens, hidden) of the model that is trained."""
+        forward = self._with_attention(forward)
+        return _backbone(forward, self, self.outside, self.blocks, boundaries)
+
+    def find_reference(self, forward: Forward) -> tuple[Weights, Tensor]:
+        """The base's own weights outside of its blocks, and what its blocks make."""
+        outside = self._reference(self.outside)
+        return outside, _backbone(self._with_attention(forward), self, outside, self.base, [])
 
     def _prefer(
         self, forward: Forward, inputs: Inputs, boundaries: list[int]
@@ -490,6 +509,8 @@ class _Simulation:
         window.
         """
         a, tokens = self.setting.architecture, forward.tokens
+        if forward.slots is not None:  # whose calls make what they need
+            return forward
         sharding = self.setting.sharding
         if sharding is not None and sharding.tp > 1 and forward.position_ids is None:
             counted = meta.empty(self.meter, (tokens,), "int64")
@@ -546,7 +567,7 @@ class _Simulation:
 @module
 def _backbone(
     forward: Forward,
-    simulation: _Simulation,
+    simulation: Simulation,
     outside: Weights,
     blocks: list[tuple[Weights, Block]],
     boundaries: list[int],

@@ -9,7 +9,8 @@ import msgspec
 
 from memfit.meta import Meter
 from memfit.plan.simulate.blocks import AFTER_PRODUCT, ROUNDING, Parts, record
-from memfit.plan.simulate.setting import Batch, Mark, Repeat, Setting
+from memfit.plan.simulate.setting import Batch, Mark, Recording, Repeat, Setting
+from memfit.records.ledger import Phase
 
 
 class Segment(msgspec.Struct):
@@ -36,9 +37,61 @@ class Passes(msgspec.Struct):
         return sum(s.flop * times for stretch, times in stretches for s in stretch)
 
 
+class Level(msgspec.Struct):
+    """What is alive now, and at the highest point of each phase so far.
+
+    Which instant is the highest is decided by the tensors, as in the certificate's ledger: by how
+    much their blocks are larger is an estimate that must not choose between equal instants.
+    """
+
+    live: Parts = {}
+    total: int = 0
+    peaks: dict[Phase, tuple[int, Parts]] = {}
+
+    def add(self, parts: Parts, times: int = 1) -> None:
+        """Change what is alive."""
+        for part, nbytes in parts.items():
+            self.live[part] = self.live.get(part, 0) + nbytes * times
+            self.total += nbytes * times if part != ROUNDING else 0
+
+    def reset(self, live: Parts) -> None:
+        """What was alive at an earlier instant is alive, and nothing else."""
+        self.live = live
+        self.total = sum(n for part, n in live.items() if part != ROUNDING)
+
+    def note(self, phase: Phase, top: Parts | None = None, rise: int | None = None) -> None:
+        """An instant of a phase: what is alive and `top`, whose tensors are `rise` bytes."""
+        if rise is None:
+            rise = sum(n for part, n in (top or {}).items() if part != ROUNDING)
+        height = self.total + rise
+        known = self.peaks.get(phase)
+        if known is None or height > known[0]:
+            parts = dict(self.live)
+            for part, nbytes in (top or {}).items():
+                parts[part] = parts.get(part, 0) + nbytes
+            self.peaks[phase] = (height, parts)
+
+    def walk(self, phase: Phase, segments: list[Segment], times: int) -> None:
+        """Run segments repeatedly; the first and the last time decide."""
+        self._once(phase, segments)
+        if times > 1:
+            for segment in segments:
+                self.add(segment.net, times - 2)
+            self._once(phase, segments)
+
+    def _once(self, phase: Phase, segments: list[Segment]) -> None:
+        for segment in segments:
+            self.note(phase, segment.top, segment.rise)
+            self.add(segment.net)
+
+
 def simulate(setting: Setting, batch: Batch) -> list[Passes]:
     """The segments of one shape: of a first micro-batch, and of a later one where there is any."""
-    recording = record(setting, batch)
+    return cut(record(setting, batch))
+
+
+def cut(recording: Recording) -> list[Passes]:
+    """The segments of each of its passes."""
     return [_cut(recording.meter, marks) for marks in recording.passes]
 
 

@@ -70,6 +70,14 @@ class Block(Record, frozen=True, kw_only=True):
     kind: str = ""  # of `Architecture.layer_kinds`
 
 
+class Answering(Record, frozen=True, kw_only=True):
+    """Of sampled answers: what comes with a micro-batch, and what their logits are divided by."""
+
+    old: bool  # log-probabilities under the policy that sampled
+    reference: bool  # and under the reference
+    heated: bool  # whether a temperature divides logits
+
+
 class Run(Record, frozen=True, kw_only=True):
     """Consecutive cycles of blocks that are alike; mostly of one block."""
 
@@ -120,6 +128,8 @@ class Setting(Record, frozen=True, kw_only=True):
     mismatches: bool = False  # answers to other prompts are scored beside them
     learns: str = ""  # of which tokens of preferred rows a cross-entropy is added, see `Objective`
     precomputed: bool = False  # the reference's log-probabilities come with the batch
+    answers: Answering | None = None  # rows are sampled answers, which rewards judge
+    scores: str = ""  # log-probabilities of tokens alone: of the `policy`, or the `reference`
     sharding: Sharding | None = None  # of one rank of many
     stages: Stages | None = None  # of a rank that holds a part of the blocks
     references: int = 0  # forwards of the base model alone before each micro-batch's own

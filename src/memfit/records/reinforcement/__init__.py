@@ -11,6 +11,7 @@ from memfit.core import units
 from memfit.core.errors import InvalidRequest, did_you_mean
 from memfit.records import Record
 
+WAVES = 2  # of answers that stand for all: at the second, slots are filled anew
 WIDTHS = 8  # that rows of an update may have
 REACHES = 16  # that a decoding step may attend to
 PREFILL_TOKENS = 4096  # that one call reads of prompts at most; one prompt at least
@@ -87,6 +88,15 @@ class Policy(Record, frozen=True, kw_only=True):
                 f" {1 + self.epsilon_high:g}, where ratios are clipped already",
                 hint="use a larger `policy.delta`, or 0 for none",
             )
+
+
+def scores_old(objective: str, policy: Policy) -> bool:
+    """Whether log-probabilities under the policy that sampled are computed before the update.
+
+    Of updates that are on-policy they are the new ones, but RLOO's rewards are less by a KL
+    estimate of theirs.
+    """
+    return policy.num_iterations > 1 or (objective == "rloo" and policy.beta > 0)
 
 
 class Rollout(Record, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from memfit.adapters import find_adapter
 from memfit.core.errors import InvalidRequest
 from memfit.records.ledger import Phase
 from memfit.records.recipe import Recipe
-from memfit.records.reinforcement import Online, Policy
+from memfit.records.reinforcement import Online, Policy, scores_old
 from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.rl.advantages import (
     group_advantages,
@@ -175,13 +175,11 @@ class _Work(NamedTuple):
 def _score(work: _Work, batch: Batch) -> _Scored:
     """Log-probabilities under the policy that sampled and the reference, in the update's shapes.
 
-    Of updates that are on-policy the old ones are the new ones. The sampler's own are of other
-    shapes, in which 16-bit products round differently.
+    The sampler's own are of other shapes, in which 16-bit products round differently.
     """
     policy = work.learning.policy
-    rloo = work.learning.objective == "rloo"
     old = reference = None
-    if policy.num_iterations > 1 or (rloo and policy.beta):
+    if scores_old(work.learning.objective, policy):
         work.observer.enter(Phase.SCORE)
         old = _by_micro_batch(work, batch)
     if policy.beta:

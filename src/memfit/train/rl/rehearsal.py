@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
-from memfit.records.reinforcement import RewardSettings, Rollout
+from memfit.records.reinforcement import WAVES, RewardSettings, Rollout
 from memfit.train.generation.sampling import NewTokens
 from memfit.train.generation.settings import Completion
 from memfit.train.measure.observer import Observer
@@ -29,7 +29,6 @@ from memfit.train.rl.sampling import sample_in_slots
 from memfit.train.step.build import Built
 
 TIMES = 2  # the first iteration makes the optimizer's states
-WAVES = 2  # of answers: at the second, slots are filled anew; later ones are alike
 ANY_REWARD = RewardSettings(funcs=("number",))  # where a plan names no function
 MICRO_BATCHES = 2  # the second holds what the first one left; later ones are alike
 

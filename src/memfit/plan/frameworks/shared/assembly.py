@@ -18,7 +18,7 @@ from memfit.meta.distributed.sharding import Sharding
 from memfit.meta.meter import block_size
 from memfit.meta.workspace import find_grid, product_workspace
 from memfit.plan.frameworks import Job, make_ledger
-from memfit.plan.memory.predicted_memory import Level, without_shape
+from memfit.plan.memory.predicted_memory import without_shape
 from memfit.plan.simulate.blocks import (
     ROUNDING,
     Part,
@@ -30,7 +30,7 @@ from memfit.plan.simulate.blocks import (
 )
 from memfit.plan.simulate.closed_form import Answers, find_answers
 from memfit.plan.simulate.program import Comparing, Program
-from memfit.plan.simulate.segments import Passes, Segment, expand
+from memfit.plan.simulate.segments import Level, Passes, Segment, expand
 from memfit.plan.simulate.setting import Batch, Repeat, Setting
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Ledger, Phase

@@ -1,0 +1,111 @@
+"""What an iteration of reinforcement learning holds around an update and in phases before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from memfit.families.capabilities.kv_cache import layer_caches
+from memfit.plan.simulate.blocks import Parts
+from memfit.plan.simulate.sampled.rollout import OWNER, Slots
+from memfit.plan.simulate.segments import Level, Passes, expand
+from memfit.plan.simulate.setting import Repeat
+from memfit.plan.simulate.updates import hold
+from memfit.records.hardware import Device
+from memfit.records.ledger import Kind, Phase
+from memfit.records.model import DTYPE_BYTES, Architecture
+from memfit.records.recipe import Recipe
+from memfit.records.reinforcement import scores_old
+
+FP32, INT64 = DTYPE_BYTES["float32"], DTYPE_BYTES["int64"]
+FIGURES = 6  # fp32 that an update's log has
+BATCH = (Kind.INPUT, "batch")
+SCORED = (Phase.SCORE, Phase.REFERENCE)
+
+
+class Calls(NamedTuple):
+    """The segments of a rollout's calls of the model."""
+
+    prefills: Sequence[Passes]  # of each different number of prompts
+    decodes: Sequence[Passes]  # of the longest step; empty where answers have one token
+
+
+def inputs_of_answers(recipe: Recipe, device: Device) -> Parts:
+    """Of a micro-batch: ids, labels, which tokens count, advantages, and what was scored before.
+
+    A rollout rests on the host: on a CPU its rows are there throughout (`rest_of_answers`).
+    """
+    if device.is_cpu:
+        return {}
+    rows = recipe.micro_batch
+    return hold(BATCH, _batch(recipe, rows, scored=len(scored_phases(recipe))), device)
+
+
+def _batch(recipe: Recipe, rows: int, *, scored: int, advantages: bool = True) -> list[int]:
+    tokens = rows * recipe.sequence_length
+    each = [tokens * INT64, tokens * INT64, tokens * FP32, *[tokens * FP32] * scored]
+    return [*each, rows * FP32] if advantages else each
+
+
+def rest_of_answers(recipe: Recipe, device: Device, scored: int, *, advantages: bool) -> Parts:
+    """What of a rollout is in the device's memory from its end to that of its updates.
+
+    scored: how often log-probabilities are there. Rewards, by each function too, and which answers
+    count are no tensors of a batch.
+    """
+    if not device.is_cpu:
+        return {}
+    rows = recipe.global_batch
+    batch = hold(BATCH, _batch(recipe, rows, scored=scored, advantages=advantages), device)
+    functions = max(len(recipe.reward.funcs), 1)
+    return {**batch, (Kind.TEMPORARY, OWNER): rows * (FP32 + FP32 * functions + 1)}
+
+
+def scored_phases(recipe: Recipe) -> tuple[Phase, ...]:
+    """The forwards without a gradient before the update."""
+    runs = scores_old(recipe.objective, recipe.policy), recipe.policy.beta > 0
+    return tuple(phase for phase, here in zip(SCORED, runs, strict=True) if here)
+
+
+def results_of_updates(recipe: Recipe, updates: int) -> Parts:
+    """What is left of earlier updates with one rollout until the next one is over."""
+    if not updates:
+        return {}
+    last = FP32 * (2 if recipe.optimizer.clip_norm else 1)  # its loss, and the gradients' norm
+    return {(Kind.TEMPORARY, "loss"): updates * FIGURES * FP32 + last}
+
+
+def cache_of(a: Architecture, slots: Slots, dtype: str, device: Device) -> Parts:
+    """The slots of all layers, as train/generation/slots.py allocates them."""
+    return hold((Kind.KV_CACHE, "cache"), cache_sizes(a, slots, dtype), device)
+
+
+def cache_sizes(a: Architecture, slots: Slots, dtype: str) -> list[int]:
+    """Bytes of each tensor of keys or values, in the order in which they are allocated."""
+    sizes = []
+    for layer in layer_caches(a):
+        for rows, tokens in ((slots.rows, slots.tokens), (1, slots.spare)):
+            each = rows * layer.heads * layer.columns(tokens) * DTYPE_BYTES[dtype]
+            sizes += [each * layer.key, each * layer.value] if tokens else []
+    return sizes
+
+
+def walk_calls(level: Level, cache: Parts, calls: Calls, counts: list[Repeat]) -> None:
+    """Prompts are read, and the longest step decodes."""
+    held = dict(level.live)
+    level.note(Phase.PREFILL)
+    level.add(cache)
+    for phase, passes in ((Phase.PREFILL, calls.prefills), (Phase.DECODE, calls.decodes)):
+        level.note(phase)
+        for one in passes:
+            before = dict(level.live)
+            walk_forward(level, phase, one, counts)
+            level.reset(before)
+    level.reset(held)
+
+
+def walk_forward(level: Level, phase: Phase, passes: Passes, counts: list[Repeat]) -> None:
+    """A forward without a gradient and what follows it."""
+    for segments in (passes.forward, passes.loss):
+        for stretch, times in expand(segments, counts):
+            level.walk(phase, stretch, times)

@@ -1,0 +1,1 @@
+"""What an iteration of reinforcement learning runs, without data."""

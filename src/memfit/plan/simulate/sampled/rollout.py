@@ -1,0 +1,220 @@
+"""Prompts that are read and steps that decode, without data: each call of the model and what is
+sampled from it, as train/generation/loop.py has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memfit import meta
+from memfit.core.system.collector import without_collecting
+from memfit.families import find_family
+from memfit.families.shared.forward import Forward, project
+from memfit.meta import Tensor
+from memfit.meta.attending.slots import Decode, Prefill
+from memfit.meta.elementwise import like
+from memfit.plan.simulate.blocks import Simulation
+from memfit.plan.simulate.setting import Batch, Recording, Setting
+from memfit.records import Record
+from memfit.records.model import Architecture
+from memfit.records.recipe import Recipe
+from memfit.records.reinforcement import PREFILL_TOKENS, WAVES
+
+OWNER = "rollout"  # of what is alive beside the model's own
+
+
+class Admission(Record, frozen=True, kw_only=True):
+    """Prompts that are read at once, and answers that begin with them."""
+
+    prompts: int
+    answers: int
+    later: bool  # whether the logits of an earlier prompt are kept
+
+
+class Slots(Record, frozen=True, kw_only=True):
+    """What sizes the calls of a rollout."""
+
+    rows: int  # answers in flight
+    group: int  # answers to each prompt
+    prompt: int  # tokens of the longest prompt
+    tokens: int  # of a slot: a prompt and its answer
+    reach: int  # a decoding step attends to a multiple of this many tokens
+    heated: bool  # whether a temperature divides logits
+    answers: int  # of the waves that stand for all
+
+    @classmethod
+    def of(cls, recipe: Recipe, limit: int) -> Slots:
+        """limit: positions of the model; 0 where nothing ends a row."""
+        rollout, answers = recipe.rollout, recipe.global_batch
+        tokens = min(rollout.width, limit or rollout.width)
+        group, rows = rollout.num_generations, min(rollout.rows or answers, answers)
+        return cls(
+            rows=rows, group=group, prompt=min(rollout.max_prompt_length, tokens), tokens=tokens,
+            reach=rollout.reach, heated=rollout.temperature != 1.0,
+            answers=min(-(-WAVES * rows // group) * group, answers),
+        )  # fmt: skip
+
+    @property
+    def spare(self) -> int:
+        """Tokens of the row that keeps a prompt."""
+        return self.prompt if self.group > 1 else 0
+
+    @property
+    def columns(self) -> int:
+        """Those that the last step reads: a row's last token is never read; 0 without a step."""
+        if self.tokens == self.prompt + 1:
+            return 0
+        return min(-(-(self.tokens - 1) // self.reach) * self.reach, self.tokens)
+
+    def admissions(self) -> Iterator[Admission]:
+        """Prompts are read while a slot is free, and all rows of a wave end together."""
+        waiting, rest, later = self.answers, 0, False  # rest: answers that wait for a read prompt
+        while waiting:
+            free = self.rows
+            while free and waiting:
+                if rest:
+                    begun = min(rest, free)
+                    rest -= begun
+                    prompts = 0
+                else:
+                    most = max(1, PREFILL_TOKENS // self.prompt)
+                    prompts = min(-(-free // self.group), most, waiting // self.group)
+                    begun = min(prompts * self.group, free)
+                    rest = prompts * self.group - begun
+                yield Admission(prompts=prompts, answers=begun, later=later)
+                later = self.group > 1
+                free -= begun
+                waiting -= begun
+
+
+def record_rollout(setting: Setting, slots: Slots, dtype: str) -> Recording:
+    """A pass for each different admission, and one of the longest decoding step, if any.
+
+    setting: of a forward without a gradient; dtype: of keys and values.
+    """
+    with without_collecting():
+        calls = _Calls(setting, slots, dtype)
+        return calls.record()
+
+
+class _Calls:
+    """Calls of the model on one meter."""
+
+    def __init__(self, setting: Setting, slots: Slots, dtype: str) -> None:
+        batch = Batch(rows=slots.rows, tokens=1, documents=None)
+        self.simulation = Simulation(setting, batch, unrolled=False)
+        self.setting, self.slots, self.dtype = setting, slots, dtype
+        self.meter = self.simulation.meter
+
+    def record(self) -> Recording:
+        passes = []
+        for admission in find_admissions(self.slots):
+            self.simulation.marks = []
+            self._prefill(admission)
+            passes.append(self.simulation.marks)
+        if self.slots.columns:
+            self.simulation.marks = []
+            self._decode()
+            passes.append(self.simulation.marks)
+        return Recording(self.meter, passes, len(self.meter.events), [], 0)
+
+    def _forward(self, ids: Tensor, places: Tensor | None, now: Prefill | Decode) -> Forward:
+        setting = self.setting
+        return Forward(
+            architecture=setting.architecture, meter=self.meter, kernel=setting.kernel,
+            input_ids=ids, position_ids=places, documents=None, narrow=setting.narrow,
+            qat=setting.qat, lean=setting.lean, quantised=setting.quantised, slots=now,
+        )  # fmt: skip
+
+    def _prefill(self, admission: Admission) -> None:
+        meter, slots, simulation = self.meter, self.slots, self.simulation
+        simulation.mark("embedding", "embedding")
+        after = self._keep_logits() if admission.later else None
+        now = Prefill(
+            meter, admission.prompts, slots.prompt, admission.answers, slots.tokens, self.dtype
+        )
+        ids = meta.empty(meter, (admission.prompts, slots.prompt), "int64")
+        with meter.with_autocast(self.setting.autocast):
+            forward = self._forward(ids, None, now)
+            hidden = simulation.find_hidden(forward, [])
+            simulation.mark("loss", OWNER)
+            logits = self._only_last(forward, hidden)
+            del hidden, forward, ids
+        if after is None and slots.group > 1:
+            after = self._keep_logits()
+        begun = meta.empty(meter, (admission.answers, logits.shape[-1]), logits.dtype)
+        self._sample(begun)
+        del begun, logits, now, after
+        simulation.mark("end", "")
+
+    def _keep_logits(self) -> Tensor:
+        """(1, vocab), after the prompt of the spare row."""
+        setting = self.setting
+        dtype = setting.compute if setting.autocast else self.dtype
+        return meta.empty(self.meter, (1, setting.architecture.vocab), dtype)
+
+    def _only_last(self, forward: Forward, hidden: Tensor) -> Tensor:
+        """The head's logits of each prompt's last token."""
+        meter, rows = self.meter, hidden.shape[0]
+        counted, last = (meta.empty(meter, (rows,), "int64") for _ in range(2))
+        chosen = meta.empty(meter, (rows, 1, hidden.shape[-1]), hidden.dtype)
+        del counted, last
+        return self._head(forward, chosen)
+
+    def _head(self, forward: Forward, hidden: Tensor) -> Tensor:
+        a = self.setting.architecture
+        logits = project(forward, self.simulation.outside, "lm_head", hidden)
+        if a.logits_scaled or a.logit_cap:
+            logits = meta.scale(logits)
+        if a.logit_cap:
+            logits = meta.tanh(logits)
+            logits = meta.scale(logits)
+        return logits
+
+    def _decode(self) -> None:
+        meter, slots, simulation = self.meter, self.slots, self.simulation
+        rows = slots.rows
+        simulation.mark("embedding", "embedding")
+        after = self._keep_logits() if slots.group > 1 else None
+        now = Decode(meter, rows, slots.columns, slots.tokens, self.dtype, uneven=slots.reach > 1)
+        ids = meta.empty(meter, (rows, 1), "int64")
+        with meter.with_autocast(self.setting.autocast):
+            forward = self._forward(ids, meta.unsqueeze(now.positions, 1), now)
+            hidden = simulation.find_hidden(forward, [])
+            simulation.mark("loss", OWNER)
+            logits = self._head(forward, hidden)
+            del hidden, forward, ids
+        self._sample(logits.viewed((rows, logits.shape[-1]), (logits.shape[-1], 1)))
+        del logits, now, after
+        simulation.mark("end", "")
+
+    def _sample(self, logits: Tensor) -> None:
+        """(rows, vocab) -> a token a row, as train/generation/sampling.py picks it."""
+        meter, (rows, vocab) = self.meter, logits.shape
+        numbers = None if meter.cuda else meta.empty(meter, (rows,), "float64")
+        wide = meta.cast(logits, "float32")
+        plain = meta.scale(wide) if self.slots.heated else wide
+        total = meta.empty(meter, (rows,), "float32")
+        highest = meta.empty(meter, (rows, 1), "float32")
+        apart = like(plain)
+        del highest
+        weights = like(apart)
+        del apart
+        summed = meta.empty(meter, (rows, vocab), "float64")
+        moved = meta.empty(meter, (rows,), "float64") if meter.cuda else None
+        aim = meta.empty(meter, (rows, 1), "float64")
+        del moved
+        tokens = meta.empty(meter, (rows, 1), "int64")
+        del weights, summed, aim
+        chosen = meta.empty(meter, (rows, 1), "float32")
+        meta.empty(meter, (rows,), "float32")
+        del numbers, wide, plain, total, tokens, chosen
+
+
+def find_admissions(slots: Slots) -> tuple[Admission, ...]:
+    """Those of which none holds more by all counts than another one."""
+    return tuple(dict.fromkeys(a for a in slots.admissions() if a.prompts))
+
+
+def find_limit(a: Architecture) -> int:
+    """The most tokens of a row; 0 where nothing ends it."""
+    return 0 if a.alibi and not find_family(a.family).ends else a.max_sequence

@@ -1,0 +1,161 @@
+"""Every phase of an iteration of reinforcement learning: plan against trace, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from memfit import catalog
+from memfit.adapters import find_adapter
+from memfit.certify.iterations import trace_iterations
+from memfit.families import read_model
+from memfit.families.capabilities.kv_cache import cache_bytes
+from memfit.plan.memory.predicted_memory import predict_memory
+from memfit.plan.simulate.sampled.rollout import Admission, Slots
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Lora
+from memfit.records.reinforcement import Policy, RewardSettings, Rollout
+from tiny_models import CONFIGS, make_recipe
+
+CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
+SCALARS = 16  # bytes of 0-dim results that a step's caller may still hold
+ROLLOUT = Rollout(num_generations=2, max_prompt_length=20, max_completion_length=28, rows=3)
+REWARD = RewardSettings(funcs=("number", "format"))
+KL, TWICE = Policy(beta=0.1), Policy(num_iterations=2)
+LORA = {"method": "lora"}
+MIXED = {"precision": "bf16-mixed"}
+ADAPTED = {**LORA, **MIXED, "base_format": "bf16"}
+CHUNKED = {"loss": "chunked", "loss_chunk": 20}
+FULL = ("grpo", {}, Policy(), {})
+OFF_POLICY = ("rloo", {**MIXED, "recompute_blocks": 2}, TWICE, {"rows": 0})
+WITH_KL = ("grpo", ADAPTED, KL, {})
+PENALISED = ("rloo", {**LORA, **CHUNKED}, KL, {"rows": 2})
+CASES = {
+    "llama, full": ("llama", FULL),
+    "llama, full, several updates": ("llama", OFF_POLICY),
+    "llama, lora": ("llama", WITH_KL),
+    "llama, lora, chunked": ("llama", PENALISED),
+    "llama, bf16, warmer": (
+        "llama", ("grpo", {"precision": "bf16", "base_format": "bf16"}, Policy(),
+                  {"temperature": 0.7})
+    ),
+    "llama, many prompts at once": (
+        "llama", ("grpo", {}, Policy(), {"rows": 0, "max_completion_length": 5})
+    ),
+    "llama, within its positions": (
+        "llama", ("rloo", ADAPTED, KL, {"max_prompt_length": 40, "max_completion_length": 9})
+    ),
+    "llama, nf4": ("llama", ("grpo", {**ADAPTED, "base_format": "nf4"}, KL, {})),
+    "llama, nf4, chunked, recomputed": (
+        "llama", ("rloo", {**ADAPTED, **CHUNKED, "base_format": "nf4", "recompute_blocks": 3}, KL,
+                  {})
+    ),
+    "llama, lora on the head": (
+        "llama", ("grpo", {**LORA, "lora": Lora(rank=4, alpha=8.0, targets=("q_proj", "lm_head"))},
+                  KL, {})
+    ),
+    "llama, dora": ("llama", ("grpo", {**ADAPTED, "method": "dora"}, KL, {})),
+    "qwen3, full": ("qwen3", FULL),
+    "qwen3, lora": ("qwen3", WITH_KL),
+    "gpt_neox, full, several updates": ("gpt_neox", OFF_POLICY),
+    "gpt_neox, lora": ("gpt_neox", WITH_KL),
+    "gpt_neox, int8": ("gpt_neox", ("grpo", {**ADAPTED, "base_format": "int8"}, KL, {})),
+    "gpt2, full": ("gpt2", FULL),
+    "gpt2, lora, chunked": ("gpt2", PENALISED),
+    "opt, lora": ("opt", WITH_KL),
+    "gemma3, full, within windows": ("gemma3_text", FULL),
+    "gemma3, lora, within windows": ("gemma3_text", PENALISED),
+    "gemma2, lora, capped": ("gemma2", WITH_KL),
+    "granite, rloo, scaled": ("granite", PENALISED),
+    "gpt_oss, sinks": ("gpt_oss", WITH_KL),
+    "qwen3_moe, full, experts": ("qwen3_moe", FULL),
+    "qwen3_moe, lora, experts": ("qwen3_moe", PENALISED),
+    "deepseek_v3, full, latent attention": ("deepseek_v3", FULL),
+    "deepseek_v3, lora, latent attention": ("deepseek_v3", WITH_KL),
+    "deepseek_v2, lora, latent attention": ("deepseek_v2", PENALISED),
+    "falcon, lora": ("falcon", WITH_KL),
+    "gptj, lora": ("gptj", WITH_KL),
+    "phi, lora": ("phi", WITH_KL),
+    "phi3, lora": ("phi3", PENALISED),
+    "olmo2, full": ("olmo2", OFF_POLICY),
+    "stablelm, full": ("stablelm", FULL),
+    "glm4_moe, lora": ("glm4_moe", WITH_KL),
+}  # fmt: skip
+WINDOWS = {"gemma3_text": {"sliding_window": 15}}
+
+
+def make(family, setting, **more):
+    objective, changes, policy, slots = setting
+    rollout = replace(ROLLOUT, **slots)
+    recipe = make_recipe(
+        family, config=CONFIGS[family] | WINDOWS.get(family, {}), accumulation=4,
+        objective=objective, sequence_length=rollout.width, **changes, **more,
+    )  # fmt: skip
+    return replace(recipe, rollout=rollout, policy=policy, reward=REWARD)
+
+
+def compare(recipe, device):
+    fake = trace_iterations(recipe, device).ledger
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    ledger = predict_memory(model, recipe, device)
+    assert ledger.phases == fake.phases
+    for phase in fake.phases:
+        predicted, found = ledger.by_kind(phase), fake.by_kind(phase)
+        predicted.pop(Kind.FRAGMENTATION, None)
+        if phase is Phase.OPTIMIZER_STEP:
+            assert abs(sum(predicted.values()) - sum(found.values())) <= SCALARS
+            continue
+        assert predicted == found, phase
+
+
+@pytest.mark.covering(CASES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_phase_holds_what_is_predicted_on_a_cpu(name):
+    """Such traces are held to real tensors by tests/certify/test_iterations.py."""
+    compare(make(*CASES[name]), CPU)
+
+
+ON_CUDA = [
+    "llama, full", "llama, full, several updates", "llama, lora, chunked", "llama, nf4",
+    "gpt_neox, lora", "gpt_neox, int8", "gemma3, full, within windows", "gemma2, lora, capped",
+    "gpt_oss, sinks", "deepseek_v3, lora, latent attention", "qwen3_moe, full, experts",
+]  # fmt: skip
+
+
+@pytest.mark.covering(CASES)
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_every_phase_holds_what_is_predicted_on_cuda(name):
+    family, setting = CASES[name]
+    wide = "precision" not in setting[1] or family == "gemma3_text"
+    attention = "math" if family in ("gpt_oss", "gemma2") else "efficient" if wide else "flash"
+    compare(make(family, setting, attention=attention), H100)
+
+
+def test_the_slots_are_those_that_the_loop_allocates():
+    recipe = make("gemma3_text", FULL)
+    model = read_model(recipe.model)
+    ledger = predict_memory(model, recipe, CPU)
+    expected = cache_bytes(model.architecture, rows=3, tokens=48, dtype="float32", spare=20)
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        assert ledger.by_kind(phase)[Kind.KV_CACHE] == expected
+    for phase in set(ledger.phases) - {Phase.PREFILL, Phase.DECODE}:
+        assert Kind.KV_CACHE not in ledger.by_kind(phase)
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "prompt", "answers", "expected"),
+    [  # by hand: (prompts, answers, whether an earlier prompt's logits are kept)
+        (3, 2, 20, 6, [(2, 3, False), (0, 1, True), (1, 2, True)]),
+        (4, 2, 3000, 4, [(1, 2, False), (1, 2, True)]),  # two prompts are above 4,096 tokens
+        (4, 2, 2048, 4, [(2, 4, False)]),
+        (3, 8, 20, 8, [(1, 3, False), (0, 3, True), (0, 2, True)]),
+        (2, 3, 20, 6, [(1, 2, False), (0, 1, True), (1, 1, True), (0, 2, True)]),
+    ],
+)  # fmt: skip
+def test_prompts_are_read_while_slots_are_free(rows, group, prompt, answers, expected):
+    slots = Slots(
+        rows=rows, group=group, prompt=prompt, tokens=prompt + 9, reach=2, heated=False,
+        answers=answers,
+    )  # fmt: skip
+    made = [Admission(prompts=p, answers=a, later=later) for p, a, later in expected]
+    assert list(slots.admissions()) == made
