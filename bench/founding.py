@@ -20,6 +20,7 @@ from memfit import api, catalog
 from memfit.certify.evidence.certificate import make_certificate
 from memfit.core.errors import Error
 from memfit.plan.questions.solve import GRAIN
+from memfit.records import to_data
 from memfit.records.results import Memory, Plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +28,7 @@ RECIPES, OUT = ROOT / "recipes", ROOT / "bench" / "results" / "founding.json"
 TWENTY = sorted(  # `longest` is of rows; sampled answers have two bounds
     path.stem for path in RECIPES.glob("gpt-neox-20b_*_rtx-*.yaml") if "-grpo_" not in path.stem
 )
+ROLLOUTS = sorted(path.stem for path in RECIPES.glob("*-grpo_rtx-*.yaml"))
 UNLEVERED, FULL = "llama-2-7b_full-unlevered_h100-sxm", "llama-2-7b_full_h100-sxm"
 OPEN: dict[str, Any] = {
     "micro_batch": "auto", "recompute": "auto", "loss": "auto", "lean": "auto", "offload": "none",
@@ -62,16 +64,38 @@ COMBINED: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=[*TWENTY, "full"], default=[*TWENTY, "full"])
+    cases = [*TWENTY, *ROLLOUTS, "full"]
+    parser.add_argument("--only", nargs="+", choices=cases, default=cases)
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True)
     asked = parser.parse_args()
     for name in asked.only:
-        found = weigh_full() if name == "full" else weigh_twenty(name)
+        found = weigh(name)
         print(name, json.dumps(found), flush=True)
         if asked.write:
             kept = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
             kept[name] = found
             OUT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def weigh(name: str) -> dict[str, Any]:
+    """Figures of one case."""
+    if name == "full":
+        return weigh_full()
+    return weigh_rollouts(name) if name in ROLLOUTS else weigh_twenty(name)
+
+
+def weigh_rollouts(name: str) -> dict[str, Any]:
+    """A recipe of reinforcement learning: certified bytes and predicted seconds by phase."""
+    plan = api.plan(api.read(RECIPES / f"{name}.yaml"))
+    rollout, time = plan.recipe.rollout, plan.time
+    return {
+        **prove(plan),
+        "answers": plan.recipe.global_batch, "rows": rollout.rows or plan.recipe.global_batch,
+        "prompt": rollout.max_prompt_length, "completion": rollout.max_completion_length,
+        "seconds": [to_data(phase) for phase in time.phases],
+        "step_seconds_range": [time.step_seconds_low, time.step_seconds_high],
+        "steps": plan.recipe.steps, "total_seconds": time.total_seconds, "usd": plan.cost.usd,
+    }  # fmt: skip
 
 
 def weigh_twenty(name: str) -> dict[str, Any]:
@@ -123,7 +147,7 @@ def prove(plan: Plan) -> dict[str, Any]:
         "label": plan.label, "sequence_length": plan.recipe.sequence_length,
         "predicted": plan.memory.peak_allocated, "predicted_verdict": plan.memory.verdict,
         "predicted_total": plan.memory.device_total,
-        **tell(proof.memory),
+        **tell(proof.memory), "phases": proof.phases,
         "at_peak": {str(k): n for k, n in proof.ledger.by_kind(proof.memory.peak_phase).items()},
         "generation": {} if later is None else tell(later),
         "step_seconds": plan.time.step_seconds,

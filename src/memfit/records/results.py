@@ -150,6 +150,8 @@ class Plan(Tabled, frozen=True, kw_only=True):
     versions: dict[str, str]
     ways_out: tuple[WayOut, ...] = ()  # of a plan that does not fit: the cheapest first
     traffic: tuple[Traffic, ...] = ()  # what the ranks of a mesh send each other; () of one device
+    # bytes in the memory of all hosts, by what takes them; they are in no verdict
+    host: dict[str, int] = {}  # noqa: RUF012 (msgspec gives each its own)
 
     def tables(self) -> Mapping[str, Rows]:
         """See `Tabled`."""

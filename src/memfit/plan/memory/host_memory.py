@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from memfit.core.units import show_gib
+from memfit.core.units import parse_bytes, show_bytes, show_gib
 from memfit.optimizers import find_optimizer
 from memfit.records.model import Model
 from memfit.records.recipe import Recipe
+
+# bytes of host tensors for a token of an update's rows: ids and labels in int64, a mask in fp32
+ROW, LOG_PROB = 8 + 8 + 4, 4  # and what one forward without a gradient leaves
+# bytes of an answer's token as CPython 3.11 to 3.14 hold it until the rollout's rewards are known:
+# an int and a float with a pointer each, and its text; a random number of fp64 while it is sampled
+ANSWER, DRAWN = (32 + 8) + (24 + 8) + 8, 8
 
 
 def shards_on_host(recipe: Recipe, model: Model) -> int:
@@ -34,3 +40,35 @@ def describe_host(recipe: Recipe, nbytes: int) -> tuple[str, ...]:
     return (
         f"{each} has {show_gib(nbytes // machines)} to spare for {what}, which no verdict counts",
     )
+
+
+def rollouts_on_host(recipe: Recipe) -> dict[str, int]:
+    """Bytes of host memory that an iteration of reinforcement learning takes, by what takes them.
+
+    At the bounds of lengths, all rounds of dynamic sampling; `reward_processes` is their
+    limit, `reward.memory` of each. Prompts of the data, which are read once, are not counted.
+    """
+    if not recipe.samples:
+        return {}
+    rollout, policy, answers = recipe.rollout, recipe.policy, recipe.global_batch
+    scored = int(policy.num_iterations > 1 or (recipe.objective == "rloo" and policy.beta > 0))
+    passes = scored + int(policy.beta > 0)
+    tokens = answers * rollout.max_completion_length * (1 + rollout.dynamic_sampling)
+    drawn = min(rollout.rows or answers, answers) * rollout.max_completion_length
+    return {
+        "rows": answers * rollout.width * (ROW + LOG_PROB * passes),
+        "answers": ANSWER * tokens + DRAWN * drawn,
+        "reward_processes": len(recipe.reward.funcs) * parse_bytes(recipe.reward.memory),
+    }
+
+
+def describe_rollouts(recipe: Recipe) -> tuple[str, ...]:
+    """What a rollout holds on the host, in words; nothing of what samples none."""
+    held = rollouts_on_host(recipe)
+    if not held:
+        return ()
+    own, processes = show_bytes(held["rows"] + held["answers"]), ""
+    if recipe.reward.funcs:
+        processes = f", and at most {recipe.reward.memory} for each reward process"
+        processes += " (`reward.memory`)"
+    return (f"{own} of host memory for a rollout{processes}: in no verdict",)

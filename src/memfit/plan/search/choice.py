@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from memfit import __version__
 from memfit.plan.budget.cost import describe_cost
-from memfit.plan.memory.host_memory import describe_host
+from memfit.plan.memory.host_memory import describe_host, describe_rollouts, rollouts_on_host
 from memfit.plan.request.assumed import describe_assumed
 from memfit.plan.request.objectives.sampled import unproven, without_levers
 from memfit.plan.request.problem import Problem
@@ -99,7 +99,10 @@ def assemble(
             *problem.assumptions, *describe_assumed(problem.request, recipe),
             *problem.framework.describe_open(recipe), *choice.assumptions,
             *describe_host(recipe, choice.on_host), *assume_lengths(totals, recipe, device),
+            *describe_rollouts(recipe),
         ),
         versions={"memfit": __version__},
         traffic=describe_traffic(totals, recipe),
+        host={**({"offloaded": choice.on_host} if choice.on_host else {}),
+              **rollouts_on_host(recipe)},
     )  # fmt: skip

@@ -98,11 +98,11 @@ def assume_bounds(recipe: Recipe, half: int, seconds: float) -> str:
     tokens."""
     rollout = recipe.rollout
     rounds = rollout.dynamic_sampling
-    more = f" and that all {1 + rounds} rounds of dynamic sampling are needed" if rounds else ""
+    more = f", all {1 + rounds} rounds of dynamic sampling" if rounds else ""
     return (
-        "seconds and cost assume that every answer has"
-        f" {rollout.max_completion_length:,} tokens and every prompt"
-        f" {rollout.max_prompt_length:,}, which are their bounds{more}: lengths are unknown before"
-        f" a run, so that this is the upper end. With {half:,} tokens an answer an iteration takes"
-        f" {show_seconds(seconds)}; reward functions' own seconds are not counted"
+        f"seconds and cost count every prompt and answer at its bound"
+        f" ({rollout.max_prompt_length:,} and {rollout.max_completion_length:,} tokens{more}), the"
+        " upper end, since lengths are unknown before a run: with"
+        f" {half:,} tokens an answer an iteration takes {show_seconds(seconds)}; reward functions'"
+        " own seconds are not counted"
     )
