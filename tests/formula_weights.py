@@ -41,3 +41,10 @@ def find_context(ids, labels):
     context = torch.full_like(labels, -100)
     context[::2, :4] = ids[::2, 1:5]
     return context
+
+
+def mark_last(ids, labels):
+    """Labels of each row's last token alone, which is the one after its last target."""
+    last = (labels != -100).long().cumsum(1).argmax(1) + 1
+    marked = torch.full_like(labels, -100)
+    return marked.scatter(1, last[:, None], ids.gather(1, last[:, None]))

@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gated_families import LORA_TARGETS, gated
 from memfit.families import families, find_family
+from memfit.plan.request.model_reference import with_head
 from memfit.records.model import ModelReference
 from memfit.records.recipe import ADAPTED, Freeze, Lora, Optimizer, Recipe
 from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
@@ -122,7 +123,8 @@ def make_recipe(family="llama", *, config=None, optimizer=None, **changes) -> Re
         recompute_blocks=0, attention="flash", loss="plain", loss_chunk=0, sequence_length=16,
         packing=False, micro_batch=2, accumulation=1, steps=3, device="cpu-x86", seed=0,
     )  # fmt: skip
-    return replace(recipe, **changes)
+    made = replace(recipe, **changes)
+    return replace(made, model=with_head(made.model, made.objective))
 
 
 def make_built(recipe) -> Built:

@@ -34,6 +34,10 @@ KTO = {
         beta=0.1, loss_type="kto", desirable=1.0, undesirable=1.0, reference="adapter-off"
     ),
 }
+REWARD = {
+    "objective": "reward",
+    "preference": Preference(beta=1.0, loss_type="bradley_terry", center=0.1),
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
@@ -92,6 +96,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "loss": "chunked",
         "loss_chunk": 20,
     },
+    "reward": {**LORA, **REWARD},
+    "reward-full-mixed-recompute": {**REWARD, **MIXED, "recompute_blocks": 2, "accumulation": 2},
     "packing": {"packing": True},
     "packing-mixed-recompute": {"packing": True, **MIXED, "recompute_blocks": 2},
     "foreach": {"implementation": "foreach"},

@@ -46,6 +46,11 @@ ORPO = {
     "micro_batch": 2,
     "preference": Preference(beta=0.1, loss_type="orpo", cross_entropy=1.0),
 }
+REWARD = {
+    "objective": "reward",
+    "micro_batch": 2,
+    "preference": Preference(beta=1.0, loss_type="bradley_terry", center=0.1),
+}
 RATED = {
     "objective": "kto",
     "preference": Preference(
@@ -185,6 +190,7 @@ CASES: dict[str, Recipe] = {
     "mixed-experts": make_recipe("mixtral", parallel=SHARDS, **MIXED),
     "bf16-foreach": make_recipe(parallel=SHARDS, **BF16, implementation="foreach"),
     "simpo": make_recipe(**SIMPO, parallel=SHARDS, accumulation=2),
+    "reward": make_recipe(**REWARD, parallel=SHARDS, accumulation=2),
     "dpo-adapter-off": make_recipe("qwen3", **OFF, parallel=SHARDS, recompute_blocks=1),
     "dpo-adapter-off-chunked-kept-accumulated": make_recipe(
         config=RAGGED, **OFF, **CHUNKED, parallel=KEPT, accumulation=2

@@ -14,6 +14,7 @@ from gated_families import gated
 from memfit.certify import BatchShape
 from memfit.core.units import GIB
 from memfit.families import read_model
+from memfit.plan.request.model_reference import with_head
 from memfit.records.hardware import Device, Link
 from memfit.records.ledger import Phase
 from memfit.records.model import ModelReference
@@ -142,7 +143,8 @@ def make_recipe(
         recompute_blocks=0, attention="flash", loss="plain", loss_chunk=0, sequence_length=48,
         packing=False, micro_batch=2, accumulation=1, steps=10, device="cpu", seed=0,
     )  # fmt: skip
-    return replace(recipe, **changes)
+    made = replace(recipe, **changes)
+    return replace(made, model=with_head(made.model, made.objective))
 
 
 def make_device(vendor: str, name: str, capability: str | None) -> Device:

@@ -12,8 +12,13 @@ import tempfile
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -24,12 +29,17 @@ OF_OTHERS = torch.tensor([-20.0, -30.0, -19.0, -33.0])
 TRAINERS = {
     "dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig),
     "orpo": (ORPOTrainer, ORPOConfig), "kto": (KTOTrainer, KTOConfig),
+    "reward": (RewardTrainer, RewardConfig),
 }  # fmt: skip
 
 
 def make_trainer(kind, settings, config, folder):
     trainer, arguments = TRAINERS[kind]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).float()
+    if kind == "reward":
+        config = AutoConfig.for_model(**config, num_labels=1, pad_token_id=90)
+        model = AutoModelForSequenceClassification.from_config(config).float()
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).float()
     words = {f"w{n}": n for n in range(90)} | {"[pad]": 90, "[end]": 91, "[unk]": 92}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="[unk]")),
@@ -74,6 +84,12 @@ def batch_of(kind, pairs):
     learned[:, 1:] = labels[:, :-1] != -100
     length = learned.long().cumsum(1).argmax(1) + 1
     present = torch.arange(ids.shape[1]).unsqueeze(0) < length.unsqueeze(1)
+    if kind == "reward":
+        order = torch.tensor([0, 2, 1, 3])
+        return {
+            "input_ids": ids.masked_fill(~present, 90)[order],
+            "attention_mask": present[order].long(),
+        }  # fmt: skip
     if kind == "dpo":
         order = torch.tensor([0, 2, 1, 3])  # the chosen ones, then the rejected ones
         return {

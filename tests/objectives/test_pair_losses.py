@@ -11,7 +11,13 @@ from typing import get_args
 import pytest
 import torch
 
-from formula_weights import fill_by_formula, find_context, make_formula_pairs, mismatch
+from formula_weights import (
+    fill_by_formula,
+    find_context,
+    make_formula_pairs,
+    mark_last,
+    mismatch,
+)
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import find_objective, objectives
 from memfit.records.recipe import Objective, Preference
@@ -37,7 +43,8 @@ def preference_of(objective, loss, **changes):
     e = 0.1 if found.find_loss(loss).needs_smoothing or loss == "robust" else 0.0
     weight = (0.7 if found.weight is None else found.weight) if found.learns else 0.0
     given = {
-        "cross_entropy": weight, "beta": 0.3, "label_smoothing": e, "loss_type": loss,
+        "cross_entropy": weight, "beta": 1.0 if found.scores else 0.3,
+        "center": 0.25 if found.scores else 0.0, "label_smoothing": e, "loss_type": loss,
         "gamma": 0.5 if loss == "simpo" else 0.0, "tau": 0.05 if loss == "discopop" else 0.0,
         "reference": "precomputed" if found.refers else "none",
         "desirable": 1.25 if found.rated else 0.0, "undesirable": 0.75 if found.rated else 0.0,
@@ -75,6 +82,7 @@ WORKED = {
     "exo_pair": (0.0, 0.0, 0.5 * (2 * 0.5108256237659907)), "hinge": (0.75, 0.25, 0.5),
     "ipo": (0.0, 0.0, (0.5 / 0.3) ** 2), "apo_zero": (0.0, 0.0, 1.0), "apo_down": (0.0, 0.0, 1.0),
     "sppo_hard": (0.5, -0.5, 0.0), "bco_pair": (0.0, 0.0, 2 * 0.6931471805599453),
+    "bradley_terry": (0.5, 0.5, 0.6931471805599453 + 0.25),
     "orpo": (-0.3, -0.3, 0.3 * 0.6931471805599453),
     "nca_pair": (0.0, 0.0, 2 * 0.6931471805599453), "discopop": (0.0, 0.0, 0.8465735902799727),
 }  # fmt: skip
@@ -124,6 +132,8 @@ def names_of(objective, loss):
     knobs = preference_of(objective, loss)
     if objective == "orpo":
         return "orpo", {"beta": knobs.beta}
+    if objective == "reward":
+        return "reward", {"center_rewards_coefficient": knobs.center}
     if objective == "kto":
         weights = {"desirable_weight": knobs.desirable, "undesirable_weight": knobs.undesirable}
         return "kto", {"beta": knobs.beta, "loss_type": loss, **weights}
@@ -151,9 +161,14 @@ def trl(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+CUT = {"loss": "chunked", "loss_chunk": 12}
+BOTH_WAYS = {name: (*of, {}) for name, of in ALL.items()} | {
+    f"{o} {t}, chunked": (o, t, CUT) for o, t in ALL.values() if not find_objective(o).scores
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [{}, {"loss": "chunked", "loss_chunk": 12}], ids=str)
-@pytest.mark.parametrize(("objective", "loss"), ALL.values(), ids=ALL)
+@pytest.mark.parametrize(("objective", "loss", "cut"), BOTH_WAYS.values(), ids=BOTH_WAYS)
 def test_losses_and_gradients_are_those_of_trl(objective, loss, cut, trl):
     recipe = make_recipe(
         "llama", objective=objective, preference=preference_of(objective, loss),
@@ -174,6 +189,8 @@ def test_losses_and_gradients_are_those_of_trl(objective, loss, cut, trl):
 def batch_of(objective, ids, labels, rows=slice(None), loss="kto"):
     """Some of the pairs' rows, with what the objective reads beside them."""
     found = find_objective(objective)
+    if found.scores:
+        labels = mark_last(ids, labels)
     context = find_context(ids, labels)
     beside = int((labels[::2] != -100).sum())
     if found.learns == "conversations":
@@ -281,6 +298,8 @@ REFUSED = {
     "weights of pairs": ("dpo", {"desirable": 2.0}, "whose answers are pairs"),
     "unknown": ("dpo", {"loss_type": "sigmoud"}, "did you mean `sigmoid`"),
     "sorted": ("dpo", {"loss_type": "aot"}, "depend on how it is cut"),
+    "a beta of scores": ("reward", {}, "are rewards as they are"),
+    "a centre of log-probabilities": ("dpo", {"center": 0.1}, "which has no scores"),
     "of another objective": ("simpo", {"loss_type": "ipo"}, "is not a loss of `objective: simpo`"),
     "not smoothed": ("dpo", {"loss_type": "hinge", "label_smoothing": 0.1}, "which has none"),
     "not smoothed at all": ("dpo", {"loss_type": "exo_pair"}, "whose logarithm it takes"),

@@ -49,6 +49,8 @@ KTO_BEFORE = {**KTO, "method": "full",
 UNPAIRED = {**KTO, "preference": replace(KTO["preference"], loss_type="apo_zero_unpaired")}
 SIMPO = {"objective": "simpo", "method": "lora",
          "preference": Preference(beta=2.0, loss_type="simpo", gamma=0.5)}  # fmt: skip
+REWARD = {"objective": "reward", "method": "lora",
+          "preference": Preference(beta=1.0, loss_type="bradley_terry", center=0.1)}  # fmt: skip
 INT8 = Quantisation(outlier_threshold=6.0, outlier_share=0.01)
 CHUNKED = {"loss": "chunked", "loss_chunk": 12}
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -193,6 +195,19 @@ SETTINGS = {
         "gpt_neox", {**ORPO, **CHUNKED, "precision": "bf16-mixed", "base_format": "nf4",
                      "recompute_blocks": 3}
     ),
+    "llama, reward": ("llama", REWARD),
+    "qwen2, reward, full, mixed, accumulated": (
+        "qwen2", {**REWARD, "method": "full", "precision": "bf16-mixed", "accumulation": 2}
+    ),
+    "gpt2, reward, bf16": ("gpt2", {**REWARD, "precision": "bf16", "base_format": "bf16"}),
+    "gemma2, reward, full, recomputed": (
+        "gemma2", {**REWARD, "method": "full", "recompute_blocks": 3}
+    ),
+    "gpt_neox, reward, nf4, recomputed": (
+        "gpt_neox", {**REWARD, "precision": "bf16-mixed", "base_format": "nf4",
+                     "recompute_blocks": 3}
+    ),
+    "mixtral, reward": ("mixtral", REWARD),
     "llama, cpo": ("llama", CPO),
     "qwen3, cpo, full, chunked, accumulated": (
         "qwen3", {**CPO, **CHUNKED, "method": "full", "accumulation": 2}
@@ -446,6 +461,7 @@ ON_CUDA = {
         "llama", {**ORPO, **CHUNKED, "precision": "bf16", "base_format": "bf16"}
     ),
     "gpt_neox, orpo, mixed": ("gpt_neox", {**ORPO, "precision": "bf16-mixed"}),
+    "llama, reward, mixed": ("llama", {**REWARD, "precision": "bf16-mixed"}),
     "llama, dpo, activations offloaded, bf16": (
         "llama", {**DPO, "offload": "activations", "precision": "bf16", "base_format": "bf16"}
     ),

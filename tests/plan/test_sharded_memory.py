@@ -97,6 +97,10 @@ PAIRS = {
         config=UNEVEN, parallel=Parallel(dp_shard=3), objective="simpo", **MIXED,
         preference=Preference(beta=2.0, loss_type="simpo", gamma=0.5),
     ),
+    "reward, mixed": make_recipe(
+        "qwen2", parallel=TWO, objective="reward", **MIXED,
+        preference=Preference(beta=1.0, loss_type="bradley_terry"),
+    ),
     "orpo, chunked": make_recipe(
         "qwen2", parallel=TWO, objective="orpo", **CHUNKED,
         preference=Preference(beta=0.1, loss_type="orpo", cross_entropy=1.0),

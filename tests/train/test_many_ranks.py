@@ -360,6 +360,10 @@ COMPARED = {
         "objective": "orpo",
         "preference": {"beta": 0.3, "loss_type": "orpo", "cross_entropy": 1.0},
     },
+    "reward": {
+        "objective": "reward",
+        "preference": {"beta": 1.0, "loss_type": "bradley_terry", "center": 0.01},
+    },
     "rated, reference before": {
         "objective": "kto",
         "preference": {"beta": 0.3, "reference": "precomputed", "loss_type": "apo_zero_unpaired",

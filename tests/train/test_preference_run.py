@@ -441,7 +441,8 @@ def test_a_recipe_without_pairs_keeps_its_digest():
 def test_the_requests_of_the_page_on_objectives_plan(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
     write_pairs(tmp_path / "pairs.jsonl")
-    expected = [OFF, KTO, ORPO, CPO, Preference(beta=2.0, loss_type="simpo", gamma=1.0)]
+    scores = Preference(beta=1.0, loss_type="bradley_terry", center=0.01)
+    expected = [OFF, KTO, ORPO, CPO, scores, Preference(beta=2.0, loss_type="simpo", gamma=1.0)]
     requests = [part for part in text.split("```yaml\n")[1:] if "\nrollout:" not in part]
     for part, preference in zip(requests, expected, strict=True):
         request = tmp_path / "request.yaml"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from memfit.plan.request.model_reference import with_head
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Freeze, Lora, Optimizer, Recipe
 
@@ -37,7 +38,8 @@ def tiny_recipe(**changes) -> Recipe:
     """RECIPE with keys changed; `optimizer` may be a dict of changes to its own keys."""
     if isinstance(changes.get("optimizer"), dict):
         changes["optimizer"] = replace(OPTIMIZER, **changes["optimizer"])
-    return replace(RECIPE, **changes)
+    made = replace(RECIPE, **changes)
+    return replace(made, model=with_head(made.model, made.objective))
 
 
 def write_text(folder: Path, documents: int = 12) -> Path:

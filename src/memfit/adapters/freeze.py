@@ -12,7 +12,7 @@ from memfit.adapters.shared.apply import apply_rows, store_rows
 from memfit.adapters.shared.quantised_base import check_base
 from memfit.core.errors import InvalidRequest, did_you_mean
 from memfit.families import read_model
-from memfit.records.model import Model, Weight
+from memfit.records.model import SCORE, Model, Weight
 from memfit.records.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class Freeze(Adapter):
 
 def _is_trained(row: Weight, first: int, layers: int, patterns: tuple[str, ...]) -> bool:
     at_the_end = first < layers and (row.layer >= first or row.part in ("norm", "head"))
+    if row.name == SCORE:
+        return True
     return at_the_end or any(fnmatchcase(row.name, pattern) for pattern in patterns)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from memfit.records.results import Certificate, Lever, Nearest, Plan
 
 TASKS = (  # of `task.objective`
-    "pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "kto", "grpo", "rloo",
+    "pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "kto", "reward", "grpo", "rloo",
 )  # fmt: skip
 YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 

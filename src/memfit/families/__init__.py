@@ -12,10 +12,19 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from msgspec.structs import replace
+
 from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.core.registry import Registry
 from memfit.families.shared.attention_class import AttentionClass
-from memfit.records.model import Architecture, Model, ModelReference, TensorSpec, Weight
+from memfit.records.model import (
+    SCORE,
+    Architecture,
+    Model,
+    ModelReference,
+    TensorSpec,
+    Weight,
+)
 
 if TYPE_CHECKING:
     from memfit.families.shared.forward import Embedded, Forward, Weights
@@ -65,6 +74,7 @@ class Family(Described):
     plain_linears: ClassVar[bool] = True  # projections are `nn.Linear`
     norm_after_blocks: ClassVar[bool] = False  # a norm reads what the last product makes
     attention_class: ClassVar[AttentionClass] = AttentionClass()
+    scored: ClassVar[bool] = True  # transformers has a class of sequence classification
 
     def default_targets(self, a: Architecture) -> tuple[str, ...]:
         """Return LoRA's default targets: `lora_targets`, as this architecture names them."""
@@ -166,7 +176,25 @@ def read_model(reference: ModelReference) -> Model:
         )
     architecture = family.architecture(reference.config)
     weights = family.weights(architecture)
-    return Model(name=reference.name, architecture=architecture, weights=weights)
+    model = Model(name=reference.name, architecture=architecture, weights=weights)
+    return _scored(model, family) if reference.head == "score" else model
+
+
+def _scored(model: Model, family: Family) -> Model:
+    """The model with a score of a row in place of its head, as Hugging Face's class has it."""
+    if not family.scored:
+        raise InvalidRequest(
+            f"transformers has no class of sequence classification for `{model.name}`"
+            f" (`{family.name}`), which a reward model would be loaded as",
+            hint=f"families that have one: {', '.join(families_that('scored'))}",
+        )
+    a = model.architecture
+    score = Weight(name=SCORE, shape=(1, a.head_input), part="head")
+    architecture = replace(
+        a, tied_embeddings=False, head_bias=False, logits_scaled=False, logit_cap=0.0, scores=True
+    )
+    rows = tuple(w for w in model.weights if w.part != "head")
+    return replace(model, architecture=architecture, weights=(*rows, score))
 
 
 def without_dropout(reference: ModelReference) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class Glm4Moe(ExpertFamily):
     """
 
     name = "glm4_moe"
+    scored = False
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

@@ -41,6 +41,7 @@ class Granite(Family):
     name = "granite"
     lean = True
     compiles = True
+    scored = False
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

@@ -24,7 +24,8 @@ KEYS = {
     "weights": "pretrained | random; auto: pretrained where there is something to load",
     "task": "what to train on, and for how long",
     "task.objective": "pretrain (every token) | sft (the answer's tokens) | dpo, simpo, orpo, cpo"
-    " (pairs of answers) | kto (rated answers) | grpo, rloo (rewards of sampled answers)",
+    " (pairs of answers) | kto (rated answers) | reward (a score of each answer of a pair) | grpo,"
+    " rloo (rewards of sampled answers)",
     "task.data": "text, JSONL, CSV or parquet file, or a folder of them; not needed to plan",
     "task.evaluation": "held-out data of the same kinds",
     "task.sequence_length": "tokens; auto: the model's own, up to 4096; of sampled"
@@ -35,8 +36,8 @@ KEYS = {
     "task.steps": "optimizer steps; or give epochs or tokens instead",
     "task.epochs": "passes over the data, instead of steps",
     "task.tokens": "tokens to train on, instead of steps",
-    "preference": "used when the objective is dpo, simpo, orpo, cpo or kto",
-    "preference.beta": "how strongly the policy is held to the reference",
+    "preference": "used when the objective is dpo, simpo, orpo, cpo, kto or reward",
+    "preference.beta": "how strongly the policy is held to the reference; auto: 0.1; of reward 1",
     "preference.label_smoothing": "share of the pairs taken to be the wrong way round",
     "preference.reference": "adapter-off | precomputed; auto: the first with lora, else the second;"
     " second-model: of other trainers; the other objectives have none",
@@ -47,6 +48,7 @@ KEYS = {
     "preference.desirable": "of kto: weight of the losses of desirable answers; auto: 1",
     "preference.undesirable": "of kto: and of the others; auto: 1",
     "preference.cross_entropy": "of cpo: weight of the preferred answers' cross-entropy; auto: 1",
+    "preference.center": "of reward: weight of the square of both scores' sum",
     "rollout": "how answers are sampled; used when the objective is grpo or rloo",
     "rollout.num_generations": "answers to each prompt; divides task.global_batch; auto: 8 of grpo,"
     " 2 of rloo",

@@ -55,6 +55,10 @@ class Knobs(Protocol):
     def cross_entropy(self) -> float:
         """What the preferred answers' cross-entropy is multiplied by, where there is one."""
 
+    @property
+    def center(self) -> float:
+        """Weight of the square of both scores' sum, which keeps scores around 0."""
+
 
 class Losses(NamedTuple):
     """Of each pair, (pairs,): the loss, and its slope by the reward of each answer."""
@@ -123,6 +127,7 @@ class Objective:
         loss_types: Mapping[str, LossType] | None = None,
         refused: Mapping[str, str] | None = None,
         sampled: Sampled | None = None,
+        scores: bool = False,
     ) -> None:
         """refused: losses that others have under this objective, and why memfit's step has not.
 
@@ -130,9 +135,10 @@ class Objective:
         learns: of which tokens of the preferred rows a cross-entropy is added to the pairs' loss;
         weight: the only one that the objective has of it; None where any will do.
         sampled: of an objective whose answers are sampled while it trains.
+        scores: a reward is what a score head makes of a row's last token, and no log-probability.
         """
         self.name, self.about, self.refers, self.rated = name, about, refers, rated
-        self.learns, self.weight, self.sampled = learns, weight, sampled
+        self.learns, self.weight, self.sampled, self.scores = learns, weight, sampled, scores
         self.loss_types = dict(loss_types or {})
         self.refused = dict(refused or {})
 
@@ -143,7 +149,7 @@ class Objective:
 
     @property
     def compares(self) -> bool:
-        """Whether a row is one answer, whose log-probability is what is learned from."""
+        """Whether a row is one answer, whose log-probability or score is what is learned from."""
         return bool(self.loss_types)
 
     @property
@@ -196,6 +202,7 @@ class Objective:
                 hint="use a number above 0, such as 0.001",
             )
         self._check_cross_entropy(knobs.cross_entropy)
+        self._check_scores(knobs)
         for name in ("desirable", "undesirable"):
             weight = getattr(knobs, name)
             if weight and not self.rated:
@@ -204,6 +211,20 @@ class Objective:
                     " are pairs",
                     hint="it is of `objective: kto`; leave it on `auto`",
                 )
+
+    def _check_scores(self, knobs: Knobs) -> None:
+        if knobs.center and not self.scores:
+            raise InvalidRequest(
+                f"`preference.center: {knobs.center:g}` under `objective: {self.name}`, which has"
+                " no scores",
+                hint="it is of `objective: reward`",
+            )
+        if self.scores and knobs.beta != 1.0:
+            raise InvalidRequest(
+                f"`preference.beta: {knobs.beta:g}` under `objective: {self.name}`, whose scores"
+                " are rewards as they are",
+                hint="leave `preference.beta` on `auto`",
+            )
 
     def _check_cross_entropy(self, weight: float) -> None:
         if weight and not self.learns:
@@ -220,13 +241,5 @@ class Objective:
             )
 
 
-# objectives of other trainers that no step here has, and what stands for them
-NOT_BUILT = {
-    "reward": (
-        "a score head over the last token, and a model of sequence classification to load it again,"
-        " are not built",
-        "use dpo, simpo, orpo, cpo or kto, which learn from the same data without a reward model",
-    ),
-}
 objectives: Registry[Objective] = Registry("objective", "memfit.objectives")
 find_objective = objectives.find

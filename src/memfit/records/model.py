@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from memfit.base_formats import stored_tensors
 from memfit.records import Record
@@ -18,6 +18,7 @@ DTYPE_BYTES = {
 
 
 SLIDING = "sliding"  # a kind of block
+SCORE = "score.weight"  # the head of Hugging Face's classes of sequence classification
 
 
 # biases and norms, by the names that families give them (transformers' Trainer finds the same by
@@ -62,6 +63,9 @@ class ModelReference(Record, frozen=True, kw_only=True):
     name: str
     source: str  # a hub id or a folder; "" when the weights can only be random
     config: dict[str, Any]  # the content of config.json: `model_type` and what the family reads
+    # what reads the last hidden states: "" the language model's own head; "score" one number of a
+    # row in its place (`objective: reward`)
+    head: Literal["", "score"] = ""
 
     def __hash__(self) -> int:
         return hash((self.name, self.source))  # dicts have no hash; equal references have this one
@@ -127,6 +131,7 @@ class Architecture(Record, frozen=True, kw_only=True):
     encoder_layers: int = 0  # of an encoder beside the decoder
     attention_cap: float = 0.0  # scores are bent by a tanh to stay below; 0 = they are not
     logit_cap: float = 0.0  # the same of logits
+    scores: bool = False  # the head makes one number of a row, and no logits
 
     def kind(self, layer: int) -> str:
         """The kind of a block, of a cycle that repeats to the last one; empty without kinds."""

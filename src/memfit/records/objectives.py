@@ -17,6 +17,12 @@ def check_objective(recipe: Recipe) -> None:
         _check_sampled(recipe)
     if not recipe.compares:
         return
+    if recipe.scores != (recipe.model.head == "score"):
+        raise InvalidRequest(
+            f"`objective: {recipe.objective}` of a model whose head is"
+            f" `{recipe.model.head or 'of the vocabulary'}`",
+            hint="plan it: a reward model has a score head, and nothing else has",
+        )
     if recipe.packing:
         raise InvalidRequest(
             f"`packing: true` under `objective: {recipe.objective}`, which compares answers row by"

@@ -15,7 +15,9 @@ from memfit.records.model import ModelReference
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 
 Method = Literal["full", "freeze", "lora", "dora"]
-Objective = Literal["pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "kto", "grpo", "rloo"]
+Objective = Literal[
+    "pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "kto", "reward", "grpo", "rloo"
+]
 Reference = Literal["none", "adapter-off", "precomputed", "second-model"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
 Scaling = Literal["plain", "rank-stabilised"]
@@ -53,7 +55,7 @@ LATE_IN_OPTIMIZER = {
 # keys of `preference` that came later, and how older recipes stand
 LATE_IN_PREFERENCE = {
     "loss_type": "sigmoid", "gamma": 0.0, "tau": 0.0, "cross_entropy": 0.0, "desirable": 0.0,
-    "undesirable": 0.0,
+    "undesirable": 0.0, "center": 0.0,
 }  # fmt: skip
 OWN_AXES = (
     "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp", "pp",
@@ -117,6 +119,7 @@ class Preference(Record, frozen=True, kw_only=True):
     cross_entropy: float = 0.0  # orpo, cpo: its weight beside the pairs' loss
     desirable: float = 0.0  # kto: weight of the losses of desirable answers
     undesirable: float = 0.0  # and of the others
+    center: float = 0.0  # reward: weight of the square of both scores' sum
 
 
 class Optimizer(Record, frozen=True, kw_only=True):
@@ -268,9 +271,10 @@ class Recipe(Record, frozen=True, kw_only=True):
         A key that came later counts where it is set, so that older recipes keep their names.
         """
         content = msgspec.to_builtins(self)
-        for late in ("devices_per_node", "network", "lean", "selective_blocks", "qat"):
-            if not content[late]:
-                del content[late]
+        anywhere = ("devices_per_node", "network", "lean", "selective_blocks", "qat")
+        for place, late in (*((content, key) for key in anywhere), (content["model"], "head")):
+            if not place[late]:
+                del place[late]
         if self.lora.scaling == "plain":
             del content["lora"]["scaling"]
         for late, usual in LATE_IN_OPTIMIZER.items():
@@ -341,6 +345,11 @@ class Recipe(Record, frozen=True, kw_only=True):
     def learns(self) -> Learned:
         """Of which tokens of preferred rows a cross-entropy is added to the loss of pairs."""
         return find_objective(self.objective).learns if self.preference.cross_entropy else ""
+
+    @property
+    def scores(self) -> bool:
+        """Whether a score head stands in place of the language model's, as `reward` has it."""
+        return find_objective(self.objective).scores
 
     @property
     def samples(self) -> bool:

@@ -21,7 +21,7 @@ from memfit.core.system.reading import (
     read_text,
     shorten,
 )
-from memfit.objectives import NOT_BUILT, find_objective
+from memfit.objectives import find_objective
 from memfit.records import Record, from_data, to_data
 from memfit.records.habits import RunRequest
 from memfit.records.looser import read_looser
@@ -87,7 +87,7 @@ class Task(Record, frozen=True, kw_only=True):
 class PreferenceRequest(Record, frozen=True, kw_only=True):
     """How pairs are compared; used by the objectives that compare answers."""
 
-    beta: PositiveFloat = 0.1
+    beta: PositiveFloat | Auto = "auto"  # auto: 0.1; of reward 1, and no other
     label_smoothing: Smoothing = 0.0
     reference: Literal["auto", "adapter-off", "precomputed", "second-model"] = "auto"
     loss_type: str = "auto"  # auto: sigmoid of dpo; or another name of `memfit.objectives`
@@ -96,6 +96,7 @@ class PreferenceRequest(Record, frozen=True, kw_only=True):
     cross_entropy: NotNegativeFloat | Auto = "auto"  # of cpo; auto: 1, as of orpo
     desirable: PositiveFloat | Auto = "auto"  # of kto; auto: 1
     undesirable: PositiveFloat | Auto = "auto"  # of kto; auto: 1
+    center: NotNegativeFloat = 0.0  # of reward: weight of the square of both scores' sum
 
 
 class LoraRequest(Record, frozen=True, kw_only=True):
@@ -292,7 +293,6 @@ class Request(Record, frozen=True, kw_only=True):
             return data
         check_data(data, source="the request")
         _check_keys(data)
-        _check_objective(data.get("task"))
         for key, value in data.items():
             if key != "model":  # a published config.json may hold Infinity
                 _check_finite(value, str(key))
@@ -439,14 +439,6 @@ class Request(Record, frozen=True, kw_only=True):
                         f" {', '.join(OWN_AXES)}",
                         hint=hint,
                     )
-
-
-def _check_objective(task: Any) -> None:
-    """Raise InvalidRequest for an objective that other trainers have and no step here."""
-    name = task.get("objective") if isinstance(task, Mapping) else None
-    if isinstance(name, str) and name in NOT_BUILT:
-        why, instead = NOT_BUILT[name]
-        raise InvalidRequest(f"`task.objective: {name}`: {why}", hint=instead)
 
 
 def _check_keys(value: Any) -> None:

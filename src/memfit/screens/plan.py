@@ -107,7 +107,7 @@ def describe_recipe(plan: Plan) -> str:
 def _describe_objective(recipe: Recipe) -> str:
     """What is learned, where it is not every token."""
     preference = recipe.preference
-    if recipe.compares:
+    if recipe.compares and not recipe.scores:
         usual = find_objective(recipe.objective).usual_loss
         kind = "" if preference.loss_type == usual else f"{preference.loss_type}, "
         return (

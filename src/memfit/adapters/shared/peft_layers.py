@@ -13,7 +13,7 @@ from memfit.adapters.shared.apply import apply_rows, store_rows
 from memfit.adapters.shared.projections import check_targets, matches
 from memfit.core.libraries import quiet_import
 from memfit.parallelism.whole import whole
-from memfit.records.model import Model, Weight
+from memfit.records.model import SCORE, Model, Weight
 from memfit.records.recipe import Lora, Recipe
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ def adapt(model: Model, recipe: Recipe, *, magnitudes: bool = False) -> Model:
     rows: list[Weight] = []
     modules = [row.name.rpartition(".")[0] for row in model.weights]
     for index, (row, module) in enumerate(zip(model.weights, modules, strict=True)):
+        if row.name == SCORE:  # trained whole, as peft's SEQ_CLS has it
+            rows.append(replace(row, name=PREFIX + row.name, trainable=True))
+            continue
         matched = matches(module, targets)
         leaf = row.name.rpartition(".")[2]
         name = f"{module}.base_layer.{leaf}" if matched else row.name
@@ -60,7 +63,8 @@ def apply(module: nn.Module, recipe: Recipe, rows: Model, *, magnitudes: bool = 
         use_dora=magnitudes,
         target_modules=list(lora.targets),
         fan_in_fan_out=rows.architecture.family in STORED_TRANSPOSED,
-        task_type="CAUSAL_LM",
+        # of a score head none: peft's SEQ_CLS would hold the head twice
+        task_type=None if recipe.scores else "CAUSAL_LM",
     )
     # peft would store adapters of a 16-bit base in fp32 whatever the recipe says.
     with warnings.catch_warnings():  # peft calls what transformers has renamed

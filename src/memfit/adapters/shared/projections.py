@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from memfit.core.errors import InvalidRequest, did_you_mean
-from memfit.records.model import Model
+from memfit.records.model import SCORE, Model
 
 ROUTERS = (".mlp.gate.weight", ".mlp.router.weight")  # modules of their own kind, not Linear
 ENTERING = (".project_in.weight",)  # OPT's, between its embeddings and its blocks
@@ -72,6 +72,7 @@ def _projections(model: Model) -> list[str]:
         w.name.rpartition(".")[0]
         for w in model.weights
         if len(w.shape) == 2
+        and w.name != SCORE  # which is trained whole
         and (w.part != "embedding" or w.name.endswith(ENTERING))
         and w.name.endswith(".weight")  # experts' biases, all of a layer as one, are matrices too
         and not w.name.endswith(ROUTERS)

@@ -67,7 +67,7 @@ def make_certificate(
     if recipe.samples and not device.is_cpu and not settings.expandable_segments:
         memory = _of_other_lengths(memory)
     generation, phases_later = None, dict[Phase, int]()
-    if recipe.parallel.world == 1:
+    if recipe.parallel.world == 1 and not recipe.scores:  # a score head says nothing
         later = trace_generation(recipe, device)
         generation, phases_later, _ = _judge_trace(later, device, settings, usable, Parallel())
     return Certificate(

@@ -66,6 +66,11 @@ def check_limits(
             " cannot keep documents apart",
             hint="use `packing: false`, which a request calls `task.packing`",
         )
+    if a.scores and loss == "chunked":
+        raise InvalidRequest(
+            f"`loss: chunked` is of logits, and `{name}` makes one score of a row",
+            hint="use `loss: plain`, or leave it on `auto`",
+        )
     if a.head_bias and loss == "chunked":
         raise InvalidRequest(
             f"`loss: chunked` takes no bias in the head, and `{name}` has one (`lm_head.bias`)",

@@ -31,6 +31,7 @@ from memfit.meta.losses.policy import (
     plain_token_log_probs,
 )
 from memfit.meta.losses.preference import chunked_log_probs, merge_context, plain_log_probs
+from memfit.meta.losses.scores import at_ends
 from memfit.records.model import Architecture
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
@@ -541,6 +542,16 @@ def _wide_logits(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
     if forward.architecture.logit_cap:
         head = meta.scale(meta.tanh(head))
     return meta.cast(head, "float32")
+
+
+def row_scores(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
+    """A score of each row, as train/step/scores.py: -> (batch,), fp32."""
+    picked = at_ends(hidden, labels)
+    score = project(forward, weights, "score", picked)
+    del picked
+    if forward.tail is not None:
+        forward.tail.leave(score)
+    return meta.view(meta.cast(score, "float32"), forward.batch)
 
 
 def base_alone(weights: Weights) -> Weights:

@@ -55,6 +55,14 @@ def _log_1_less_exp(x: Tensor) -> Tensor:
     return torch.where(x < -math.log(2), (-x.exp()).log1p(), (-x.expm1()).log())
 
 
+def bradley_terry(chosen: Tensor, rejected: Tensor, knobs: Knobs) -> Losses:
+    """-log sigmoid(m) + center (c + r)²: the second term keeps scores around 0."""
+    margin, total = chosen - rejected, chosen + rejected
+    slope, pull = margin.sigmoid().sub_(1), total * (2 * knobs.center)
+    losses = total.square_().mul_(knobs.center).sub_(_log_sigmoid(margin))
+    return Losses(losses, pull + slope, pull - slope)
+
+
 def hinge(chosen: Tensor, rejected: Tensor, knobs: Knobs) -> Losses:
     """max(0, 1 - m)."""
     short = 1 - (chosen - rejected)

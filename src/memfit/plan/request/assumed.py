@@ -93,11 +93,18 @@ def _count_rows(task: Task, size: DataSize, length: int, answers: int, *, packed
     return size.records * find_objective(task.objective).least_rows * answers
 
 
+def _describe_score(recipe: Recipe) -> str:
+    if not recipe.scores or recipe.weights == "random":
+        return ""
+    return "the score head starts from random numbers, unless the model's files have one"
+
+
 def describe_assumed(request: Request, recipe: Recipe) -> tuple[str, ...]:
     """Lines on what the request leaves at its default, but for rows' length and steps."""
     lines = [
         _describe_batch(request, recipe),
         describe_sampled(request, recipe),
+        _describe_score(recipe),
         _describe_adapter(request, recipe),
     ]
     if recipe.is_own:  # others' plans name each default of their framework

@@ -14,6 +14,7 @@ from memfit import catalog
 from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.core.system.reading import is_folder, read_json_table
 from memfit.core.units import MIB
+from memfit.objectives import find_objective
 from memfit.records.model import ModelReference
 
 T = TypeVar("T")
@@ -40,6 +41,13 @@ def find_reference(model: str | dict[str, Any]) -> ModelReference:
         if model.count("/") != 1 or model.startswith((".", "/", "~")):
             raise
     return _read_hub(model)
+
+
+def with_head(reference: ModelReference, objective: str) -> ModelReference:
+    """The model that an objective trains: with a score of a row in place of its own head, if so."""
+    if not find_objective(objective).scores:
+        return reference
+    return msgspec.structs.replace(reference, head="score")
 
 
 def expand(model: str) -> Path:

@@ -33,7 +33,7 @@ from memfit.plan.frameworks import Framework, find_framework
 from memfit.plan.request.assumed import count_steps, describe_names
 from memfit.plan.request.lean import choose_lean, requested_lean
 from memfit.plan.request.meshes import list_meshes
-from memfit.plan.request.model_reference import find_published, find_reference
+from memfit.plan.request.model_reference import find_published, find_reference, with_head
 from memfit.plan.request.objectives.pairs import (
     check_pairs,
     choose_preference,
@@ -106,7 +106,7 @@ def read_problem(
     own = find_framework(request.framework).runs
     stated = request
     request = settle_baseline(settle_compiled(request)) if own else request
-    reference = find_reference(request.model)
+    reference = with_head(find_reference(request.model), request.task.objective)
     if published and find_weights(request, reference) == "pretrained":
         reference = find_published(reference)
     model = families.read_model(reference)

@@ -24,6 +24,7 @@ def state_preference(recipe: Recipe) -> dict[str, Any]:
     """How a recipe compares pairs, in a request's words: `auto` where its loss has no such key."""
     found = {name: value or "auto" for name, value in to_data(recipe.preference).items()}
     found["label_smoothing"] = recipe.preference.label_smoothing
+    found["center"] = recipe.preference.center
     if recipe.preference.loss_type == "simpo":
         found["gamma"] = recipe.preference.gamma
     if find_objective(recipe.objective).learns:

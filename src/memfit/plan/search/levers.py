@@ -192,11 +192,13 @@ def _possible(problem: Problem, recipe: Recipe, kernel: str) -> bool:
 
 
 def head_extra(model: Model) -> str:
-    """The name of a head's bias, or of an adapter's weight in it, or "".
+    """The name of a head's bias, or of an adapter's weight in it, or of a score head, or "".
 
     A chunked loss goes with neither.
     """
     head = [w.name for w in model.weights if w.part == "head"]
+    if model.architecture.scores:
+        return head[0]
     return next((name for name in head if "lora_" in name or name.endswith(".bias")), "")
 
 

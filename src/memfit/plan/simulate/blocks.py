@@ -23,6 +23,7 @@ from memfit.families.shared.forward import (
     base_alone,
     module,
     row_log_probs,
+    row_scores,
 )
 from memfit.families.shared.masks import make_masks
 from memfit.meta import Meter, Tensor
@@ -213,6 +214,8 @@ class Simulation:
     def _tie(self, a: Architecture) -> None:
         """The embedding is a head that has no weight of its own, or has a trained copy alone."""
         head = f"lm_head{ORIGINAL}weight" if "lm_head.weight" in self.outside else "lm_head.weight"
+        if a.scores:
+            return
         tied = a.tied_embeddings or head == "lm_head.weight"
         if tied and "lm_head.base_layer.weight" not in self.outside:
             name = next(r.name for r in self.setting.outside if r.part == "embedding")
@@ -418,7 +421,10 @@ class Simulation:
             self._with_attention(forward), self, self.outside, self.blocks, boundaries
         )
         self.mark("loss", "loss")
-        policy = row_log_probs(forward, self.outside, hidden, labels, chunk, inputs.context)
+        if self.setting.scores:
+            policy = row_scores(forward, self.outside, hidden, labels)
+        else:
+            policy = row_log_probs(forward, self.outside, hidden, labels, chunk, inputs.context)
         del hidden
         found = judge(policy, labels, RESULTS + bool(self.setting.learns))
         del reference

@@ -279,9 +279,9 @@ def score_head(setting: Setting) -> Number:
 def _head(setting: Setting) -> tuple[Passes, Number]:
     """Passes of the head's product, and bytes that logits and loss move in all."""
     shape, layout, machine, rates = setting
-    tokens = work.tokens_of(layout)
-    product = Product(tokens, shape.vocab / layout.tp, shape.hidden)
+    tokens = layout.micro_batch if shape.scores else work.tokens_of(layout)
+    product = Product(tokens, shape.outputs / layout.tp, shape.hidden)
     own = machine.own.wide
     speed = (1.0 if own else machine.wide_products) * rates.head / rates.slowdown
-    logits = 6 * layout.element * tokens * shape.vocab / layout.tp * rates.passes**0.5
+    logits = 6 * layout.element * tokens * shape.outputs / layout.tp * rates.passes**0.5
     return multiply(product, speed, setting, own), logits

@@ -117,6 +117,8 @@ def sum_up(model: Model) -> Totals:
         if len(w.shape) < 2 or w.name.endswith("_bias"):  # all experts' biases are one matrix
             continue
         numel = model.active(w)
+        if w.part == "head" and a.scores:
+            continue  # a product of rows and not of tokens: nothing beside the others
         if w.part == "head":
             head, head_trained = head + numel, head_trained + numel * w.trainable
         elif w.part == "block":

@@ -34,7 +34,13 @@ class Shape(NamedTuple):
     sliding: Number  # share of the blocks that slide
     clamped: Number  # 1 where experts have biases and clamp (gpt-oss): more element-wise passes
     vocab: Number
-    own_head: Number  # 1 where the head has a weight of its own
+    own_head: Number  # 1 where the head has a weight of its own, of the vocabulary's size
+    scores: bool = False  # the head makes one number of a row
+
+    @property
+    def outputs(self) -> Number:
+        """Numbers that the head makes of what it reads."""
+        return 1.0 if self.scores else self.vocab
 
 
 class Layout(NamedTuple):

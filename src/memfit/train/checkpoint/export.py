@@ -15,16 +15,18 @@ from typing import Any, cast
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.adapters.shared.peft_layers import PREFIX
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.libraries import quiet_import
 from memfit.families import family_of
 from memfit.families.weight_files.names import Part, file_parts
 from memfit.parallelism.whole import gather
 from memfit.records import read_json, write_json
+from memfit.records.model import SCORE
 from memfit.train.checkpoint.files import Manifest, describe_files, find_change, on_host
 from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.distributed.pipeline import name_all, receive
@@ -150,8 +152,10 @@ def _save_whole(folder: Path, built: Built, tokenizer: Tokenizer) -> None:
     config.architectures = [type(model).__name__]
     config.dtype = getattr(torch, built.recipe.trainable_dtype)
     config.eos_token_id = _join_ends(config.eos_token_id, tokenizer.end)
+    if built.recipe.scores:  # the class finds a row's last token by what is no padding
+        config.num_labels, config.pad_token_id = 1, tokenizer.padding
     config.save_pretrained(str(folder))
-    if built.recipe.weights == "pretrained":
+    if built.recipe.weights == "pretrained" and not built.recipe.scores:
         _save_generation(folder, built.recipe.model.source, tokenizer.end)
 
 
@@ -216,9 +220,26 @@ def _save_adapter(folder: Path, built: Built) -> None:
     model = cast(Any, built.model)
     for config in model.peft_config.values():
         config.base_model_name_or_path = built.recipe.model.source or None
+        if built.recipe.scores:
+            config.task_type, config.modules_to_save = "SEQ_CLS", [SCORE.partition(".")[0]]
     state = None
     if built.recipe.parallel.world > 1:
         ((_, state),) = gather_files(built, keep=True)
     with warnings.catch_warnings():  # peft calls what transformers has renamed
         warnings.simplefilter("ignore", FutureWarning)
         model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+    if built.recipe.scores:
+        _add_score(folder / ADAPTER, built, state)
+
+
+def _add_score(file: Path, built: Built, state: Mapping[str, Tensor] | None) -> None:
+    """The score head is trained whole, beside the adapter, and stands in its file as peft has it.
+
+    state: of many ranks, what they have gathered.
+    """
+    name = PREFIX + SCORE
+    held = dict(built.model.named_parameters()) if state is None else state
+    save_file(
+        {**load_file(file), name: held[name].detach().to("cpu", copy=True)}, file,
+        metadata={"format": "pt"},
+    )  # fmt: skip

@@ -84,6 +84,11 @@ def read_record(
                 f"`objective: {objective}` needs `chosen` and `rejected`, and `prompt` where they"
                 " are texts",
             )
+        if find_objective(objective).scores and record.get("margin") is not None:
+            _refuse(
+                f"{where} has a `margin`, and `objective: {objective}` learns none",
+                "leave the column out: TRL's RewardTrainer would learn it",
+            )
         return _pair(record, where)
     return (_content(record, where, tokenizer),)
 

@@ -181,8 +181,11 @@ def build_samplers(
         check_rewards(recipe.reward)
         return PromptRows(data.training, recipe, request.task.data), None
     training = build_sampler(data.training, recipe, request.task.data, rank)
+    training.padding = data.tokenizer.padding
     if data.held_out is None:
         return training, None
     # the order of what is held out, and so the rows of a sample, are the same for every seed
     same = replace(recipe, seed=0)
-    return training, build_sampler(data.held_out, same, request.task.evaluation, rank)
+    held_out = build_sampler(data.held_out, same, request.task.evaluation, rank)
+    held_out.padding = data.tokenizer.padding
+    return training, held_out

@@ -97,11 +97,12 @@ class Sampler:
             self._multiple = recipe.sequence_length
         self._parallel, self._process = recipe.parallel, rank
         self._steps, self._pairs = recipe.steps, recipe.prefers
-        self._learns, self._rates = recipe.learns, recipe.rates
+        self._learns, self._rates, self._scores = recipe.learns, recipe.rates, recipe.scores
         self._ranks, self._rank = recipe.parallel.dp, recipe.parallel.share(rank)
         # (documents,) float32, or (2, documents) with answers to other prompts: see
         # `train.step.reference_log_probs`
         self.reference: Array | None = None
+        self.padding: int | None = None  # an id that is scored nowhere
 
     @property
     def steps_per_epoch(self) -> float:
@@ -205,6 +206,8 @@ class Sampler:
                 ids[i, at:end], labels[i, at:end] = self._read(piece)
                 positions[i, at:end] = np.arange(piece.length)
                 at = end
+            if self._scores:
+                _mark_last(ids[i, :at], labels[i], self.padding)
             padding = width - at
             positions[i, at:] = np.arange(padding)
             documents.append((*(p.length for p in row), *((padding,) if padding else ())))
@@ -281,6 +284,16 @@ class Sampler:
             learned = self.corpus.learned[start + 1 : start + len(ids)]
             labels[: len(ids) - 1][learned == 0] = IGNORED
         return ids[: piece.length], labels
+
+
+def _mark_last(ids: Array, labels: Array, padding: int | None) -> None:
+    """Mark the token that is scored, in place: the last one that is no padding, where transformers'
+    classes of sequence classification find it, too."""
+    labels[:] = IGNORED
+    real = np.flatnonzero(ids != padding) if padding is not None else np.arange(len(ids))
+    if len(ids):
+        last = int(real[-1]) if len(real) else 0
+        labels[last] = ids[last]
 
 
 def build_sampler(corpus: Corpus, recipe: Recipe, name: str, rank: int = 0) -> Sampler:

@@ -38,6 +38,12 @@ class Tokenizer:
         self._direct = _is_plain(wrapped)
         self._cuts: bool | None = None  # whether long texts may be cut; None: not looked up yet
 
+    @property
+    def padding(self) -> int | None:
+        """The id that fills rows, which transformers' classes take to be no part of a text."""
+        own: int | None = self.wrapped.pad_token_id
+        return self.end if own is None else own
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, with nothing put before or after it."""
         return self.encode_many([text])[0]

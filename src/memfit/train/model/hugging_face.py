@@ -16,7 +16,12 @@ from memfit.train.model.attention_classes import hand_on_documents, register_cla
 from memfit.train.model.experts import register_experts
 
 with quiet_import():
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        PreTrainedModel,
+    )
 
 
 # Modules with weights that run before the first block: OPT's, BLOOM's.
@@ -33,7 +38,7 @@ class Parts:
     blocks: nn.ModuleList
     entry: tuple[nn.Module, ...]  # between the embeddings and the first block
     norms: tuple[nn.Module, ...]  # after the last block
-    head: nn.Module  # hidden -> vocab
+    head: nn.Module  # hidden -> vocab, or a score
 
 
 def bare_model(recipe: Recipe) -> PreTrainedModel:
@@ -49,8 +54,12 @@ def bare_model(recipe: Recipe) -> PreTrainedModel:
         register_class(config.model_type, name, BACKENDS[recipe.attention])
     if family_of(recipe.model).architecture(recipe.model.config).alibi:
         name = "eager"
+    scores = recipe.model.head == "score"
+    if scores:
+        config.num_labels = 1
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = kind.from_config(
             config,
             attn_implementation=name,
             experts_implementation=register_experts(),
@@ -83,7 +92,7 @@ def parts(model: nn.Module) -> Parts:
     }
     entry = tuple(others.pop(name) for name in ENTRY if name in others)
     embedding = cast(nn.Module, base.get_input_embeddings())
-    head = cast(nn.Module, base.get_output_embeddings())
+    head = cast(nn.Module, base.get_output_embeddings() or getattr(base, "score", None))
     return Parts(base, backbone, embedding, blocks, entry, tuple(others.values()), head)
 
 

@@ -21,6 +21,7 @@ from memfit.core.system.reading import read_json_table
 from memfit.families import read_model
 from memfit.families.weight_files.names import Part, file_parts, find_parts
 from memfit.parallelism.whole import is_sharded, local_part, own_part, whole
+from memfit.records.model import SCORE
 from memfit.records.recipe import Recipe
 from memfit.train.distributed.pipeline import present
 from memfit.train.model.hugging_face import bare_model, base_model, parts, stored_buffers
@@ -43,6 +44,9 @@ class Weights(Protocol):
 
     def parts(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
         """The tensors of the source that make up a parameter."""
+
+    def holds(self, name: str) -> bool:
+        """Whether the source has a tensor of that very name."""
 
     def read(self, part: Part, box: tuple[slice, ...] | None = None) -> Tensor:
         """One of them, in host memory, as the file stores it; box: of each dimension, only that."""
@@ -82,6 +86,11 @@ def copy_base(model: nn.Module, recipe: Recipe, source: Weights) -> None:
     time.
     """
     base, quantised = split_base(model, recipe)
+    if SCORE in base and not source.holds(SCORE):  # a language model has none
+        del base[SCORE]
+        head = parts(model).head
+        with whole(head):
+            base_model(model)._init_weights(head)
     copy_weights({**base, **stored_buffers(model)}, source)
     for name, module in quantised.items():
         dense = module.empty_dense()
@@ -130,6 +139,10 @@ class FileWeights:
     def parts(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
         """See `Weights`. Raises InvalidRequest: a missing tensor."""
         return _parts(name, shape, self._prefix, self._files, self._source)
+
+    def holds(self, name: str) -> bool:
+        """See `Weights`."""
+        return name in self._files
 
     def read(self, part: Part, box: tuple[slice, ...] | None = None) -> Tensor:
         """See `Weights`. Raises InvalidRequest: a wrong shape, a broken file."""
@@ -180,6 +193,10 @@ class EmptyWeights:
         parts = found or file_parts(name, shape, self._family)
         return list({(p.shape, self._dtypes.get(p.name)): p for p in parts}.values())
 
+    def holds(self, name: str) -> bool:
+        """See `Weights`."""
+        return name in self._dtypes
+
     def read(self, part: Part, box: tuple[slice, ...] | None = None) -> Tensor:
         """See `Weights`."""
         shape = part.shape if box is None else tuple(s.stop - s.start for s in box)
@@ -207,6 +224,8 @@ def check_weights(recipe: Recipe) -> None:
     files, prefix = tensor_files(source), rows[0].name.partition(".")[0]
     wanted: dict[Path, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for row in rows:
+        if row.name == SCORE and SCORE not in files:
+            continue  # it starts from random numbers
         for part in _parts(row.name, row.shape, prefix, files, source):
             wanted[files[part.name]].append((part.name, part.shape))
     for file, tensors in wanted.items():

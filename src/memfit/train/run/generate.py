@@ -114,6 +114,11 @@ def load_model(folder: Path) -> Any:
     """
     if (recipe := find_recipe(folder)) is None:
         return _load_foreign(folder)
+    if recipe.scores:
+        raise InvalidRequest(
+            f"`{folder}` holds a reward model, which scores texts and writes none",
+            hint="transformers loads it: AutoModelForSequenceClassification.from_pretrained",
+        )
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     model = build_generator(recipe, kind)
     prefix = base_model(model).base_model_prefix

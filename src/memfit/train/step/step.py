@@ -27,6 +27,7 @@ from memfit.train.step.loss import IGNORE, loss_mean
 from memfit.train.step.preference import Rewards, count_pairs, judge, row_log_probs
 from memfit.train.step.rated import count_answers, find_baseline, judge_rated
 from memfit.train.step.scaling import current_scale, unscale, update
+from memfit.train.step.scores import row_scores
 
 Enter = Callable[[Phase], None]
 
@@ -363,6 +364,8 @@ def _loss(
 
 def _log_probs(built: Built, hidden: Tensor, batch: Batch) -> Tensor:
     where = parts(built.model)
+    if built.recipe.scores:
+        return row_scores(where.head, hidden, batch.labels)
     cap, divisor = _bends(where.base)
     if divisor is not None:
         hidden = hidden / divisor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
-from memfit.objectives import find_objective
+from memfit.objectives import Objective, find_objective
 from memfit.records.objectives import (
     check_adapter,
     check_baseline,
@@ -112,12 +112,14 @@ def choose_preference(
     requested = request.preference
     loss = objective.usual_loss if requested.loss_type == "auto" else requested.loss_type
     made = Preference(
-        beta=requested.beta, label_smoothing=requested.label_smoothing, loss_type=loss,
+        beta=_choose_beta(requested.beta, objective), loss_type=loss,
+        label_smoothing=requested.label_smoothing,
         gamma=_choose("gamma", requested.gamma, 0.5, loss, "simpo"),
         tau=_choose("tau", requested.tau, 0.05, loss, "discopop"),
         cross_entropy=_weigh(requested.cross_entropy, usual=bool(objective.learns)),
         desirable=_weigh(requested.desirable, usual=objective.rated),
         undesirable=_weigh(requested.undesirable, usual=objective.rated),
+        center=requested.center,
     )  # fmt: skip
     objective.check(made)
     if not objective.refers:
@@ -131,6 +133,12 @@ def choose_preference(
     if reference == "adapter-off":
         check_adapter(method)
     return replace(made, reference=reference)
+
+
+def _choose_beta(requested: float | str, objective: Objective) -> float:
+    """A score is a reward as it is; a log-probability is multiplied by a tenth unless stated."""
+    usual = 1.0 if objective.scores else 0.1
+    return usual if isinstance(requested, str) else requested
 
 
 def _weigh(requested: float | str, *, usual: bool) -> float:
