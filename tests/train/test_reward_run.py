@@ -30,7 +30,7 @@ from memfit.train.data.prepare import build_samplers, read_data
 from memfit.train.run.generate import generate
 from memfit.train.run.loop import Cadence, train
 from memfit.train.step.build import build_model, fill_weights
-from memfit.train.step.scores import row_scores
+from memfit.train.step.preference import row_scores
 from tiny_models import CONFIGS, make_built, make_recipe
 
 SCORES = Preference(beta=1.0, loss_type="bradley_terry", center=0.01)

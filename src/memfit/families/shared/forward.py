@@ -545,7 +545,7 @@ def _wide_logits(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
 
 
 def row_scores(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
-    """A score of each row, as train/step/scores.py: -> (batch,), fp32."""
+    """A score of each row, as train/step/preference.py: -> (batch,), fp32."""
     picked = at_ends(hidden, labels)
     score = project(forward, weights, "score", picked)
     del picked

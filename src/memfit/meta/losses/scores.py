@@ -1,4 +1,4 @@
-"""The last hidden state of each row, as train/step/scores.py takes it."""
+"""The last hidden state of each row, as train/step/preference.py takes it."""
 
 from __future__ import annotations
 

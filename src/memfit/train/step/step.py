@@ -24,10 +24,9 @@ from memfit.train.rl.token_log_probs import TokenLogProbs, token_log_probs
 from memfit.train.step.build import Built
 from memfit.train.step.in_backward import updating
 from memfit.train.step.loss import IGNORE, loss_mean
-from memfit.train.step.preference import Rewards, count_pairs, judge, row_log_probs
+from memfit.train.step.preference import Rewards, count_pairs, judge, row_log_probs, row_scores
 from memfit.train.step.rated import count_answers, find_baseline, judge_rated
 from memfit.train.step.scaling import current_scale, unscale, update
-from memfit.train.step.scores import row_scores
 
 Enter = Callable[[Phase], None]
 
