@@ -215,7 +215,6 @@ def describe(
         in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
         quantised=Quantised.of(recipe),
         prefers=recipe.prefers,
-        scores=recipe.scores,
         rates=recipe.rates,
         mismatches=recipe.mismatches,
         learns=recipe.learns,

@@ -421,7 +421,7 @@ class Simulation:
             self._with_attention(forward), self, self.outside, self.blocks, boundaries
         )
         self.mark("loss", "loss")
-        if self.setting.scores:
+        if self.setting.architecture.scores:
             policy = row_scores(forward, self.outside, hidden, labels)
         else:
             policy = row_log_probs(forward, self.outside, hidden, labels, chunk, inputs.context)

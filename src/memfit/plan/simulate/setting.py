@@ -124,7 +124,6 @@ class Setting(Record, frozen=True, kw_only=True):
     program: Program | None = None  # of another framework's step; None is memfit's own
     quantised: Quantised = Quantised()  # products with quantised weights, of memfit's own
     prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
-    scores: bool = False  # a pair's rewards are of a score head
     rates: bool = False  # rows are answers that are desirable or not, each by itself
     mismatches: bool = False  # answers to other prompts are scored beside them
     learns: str = ""  # of which tokens of preferred rows a cross-entropy is added, see `Objective`
