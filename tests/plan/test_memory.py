@@ -21,7 +21,7 @@ from memfit.meta import workspace
 from memfit.plan.memory.predicted_memory import predict_flop, predict_memory
 from memfit.plan.step_time.predicted_time import count_work, sum_up
 from memfit.records.ledger import Kind, Phase
-from memfit.records.recipe import Freeze, Lora, Preference, Quantisation
+from memfit.records.recipe import Freeze, Lora, Preference, Quantisation, Regularisation
 from tiny_models import CONFIGS, make_recipe
 
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
@@ -57,6 +57,8 @@ LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
 ALL = replace(
     LORA, targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 )
+BENT = Regularisation(label_smoothing=0.1, z_loss=1e-2)
+NOISY = Regularisation(neftune_alpha=5.0)
 SETTINGS = {
     "llama, full": ("llama", {}),
     "llama, 5 blocks, 2 recomputed, mixed": (
@@ -254,6 +256,29 @@ SETTINGS = {
     "llama, chunked loss, bf16, accumulated": (
         "llama", {"loss": "chunked", "loss_chunk": 12, "precision": "bf16", "base_format": "bf16",
                   "accumulation": 2}
+    ),
+    "llama, smoothed, z-loss": ("llama", {"regularisation": BENT}),
+    "llama, smoothed, z-loss, chunked, bf16, accumulated": (
+        "llama", {"regularisation": BENT, **CHUNKED, "precision": "bf16", "base_format": "bf16",
+                  "accumulation": 2}
+    ),
+    "gemma2, capped, smoothed, z-loss, mixed": (
+        "gemma2", {"regularisation": BENT, "precision": "bf16-mixed"}
+    ),
+    "gemma2, capped, z-loss, chunked": (
+        "gemma2", {"regularisation": replace(BENT, label_smoothing=0.0), **CHUNKED}
+    ),
+    "gpt2, tied, smoothed, fp16, recomputed": (
+        "gpt2", {"regularisation": replace(BENT, z_loss=0.0), "precision": "fp16-mixed",
+                 "recompute_blocks": 3}
+    ),
+    "llama, neftune, packed, mixed": (
+        "llama", {"regularisation": NOISY, "packing": True, "precision": "bf16-mixed"}
+    ),
+    "gpt2, neftune, lora": ("gpt2", {"regularisation": NOISY, "method": "lora"}),
+    "gemma3_text, neftune, chunked, bf16": (
+        "gemma3_text", {"regularisation": NOISY, **CHUNKED, "precision": "bf16",
+                        "base_format": "bf16"}
     ),
     "llama, foreach, norms that do not decay": (
         "llama", {"optimizer": {"implementation": "foreach", "weight_decay": 0.1,

@@ -15,6 +15,7 @@ VALUES = {  # a value as its trainer writes it; `true` where the word is a switc
     "limits.time": "2 hours", "hardware.price": "spot", "task.packing": True,
     "quantisation.double": True, "lora.dropout": 0.05, "optimizer.beta1": 0.9,
     "optimizer.beta2": 0.95, "optimizer.eps": 1e-8, "optimizer.warmup_ratio": 0.03,
+    "regularisation.label_smoothing": 0.1,
     "optimizer.floor": 0.1, "optimizer.learning_rate": 2e-5,
 }  # fmt: skip
 OWN = {

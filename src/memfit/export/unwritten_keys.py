@@ -21,7 +21,7 @@ PLAIN: dict[str, object] = {"loss": "plain", "loss_chunk": 0}
 LEARNS = (
     "weights", "objective", "method", "lora", "freeze", "base_format", "precision", "qat",
     "optimizer", "sequence_length", "packing", "micro_batch", "accumulation", "preference",
-    "quantisation",
+    "quantisation", "regularisation",
 )  # fmt: skip
 # of them, how it is computed; and DeepSpeed's least warm-up, one step or two, which is said
 COMPUTES = (

@@ -94,6 +94,12 @@ KEYS = {
     "quantisation.outlier_threshold": "int8: columns with such a number stay in 16 bits; 0: none",
     "quantisation.outlier_share": "int8: share of columns certified for outliers; runs count them",
     "precision": "fp32 | bf16 | bf16-mixed, fp16-mixed, fp8-mixed (fp32 weights, narrow products)",
+    "regularisation": "what holds the loss of pretrain and sft back; evaluations are without it",
+    "regularisation.label_smoothing": "share of each target that is spread over all words, such as"
+    " 0.1",
+    "regularisation.z_loss": "weight of the squared log of what the softmax divides by, such as"
+    " 1e-4",
+    "regularisation.neftune_alpha": "noise on token embeddings while it trains, such as 5",
     "optimizer": "the optimizer, its schedule and clipping",
     "optimizer.name": "adamw | adamw8bit | adamw4bit | adamwfp8 | adamwbf16 | muon | …",
     "optimizer.implementation": "fused | foreach | loop: equal results, different memory",

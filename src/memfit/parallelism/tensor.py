@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.families import families_that, find_family
 from memfit.optimizers import find_optimizer, optimizers_that
 from memfit.records.model import Architecture
-from memfit.records.recipe import Parallel, Recipe
+from memfit.records.recipe import Parallel, Recipe, Regularisation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,6 +98,9 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f"{problem}: peft's matrices stand beside them", f"use `method: full`, or {OTHERWISE}"
     if recipe.compares:
         yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
+    if recipe.regularisation != Regularisation():
+        problem = "`regularisation` takes whole rows of logits and tokens, which are cut"
+        yield problem, "leave `regularisation` out"
     if recipe.loss == "chunked":
         problem = "`loss: chunked` takes whole rows of logits, of which each rank has a part"
         yield problem, "use `loss: plain`, whose logits the ranks share"

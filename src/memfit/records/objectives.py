@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import find_objective
-from memfit.records.recipe import ADAPTED, Method, Recipe
+from memfit.records.recipe import ADAPTED, Method, Recipe, Regularisation
 
 
 def check_objective(recipe: Recipe) -> None:
@@ -13,6 +13,7 @@ def check_objective(recipe: Recipe) -> None:
     Pairs lie in neighbouring rows, the preferred answer first, so that a micro-batch holds whole
     pairs and a row one answer. Sampled answers to one prompt are neighbours, too.
     """
+    check_regularisation(recipe.objective, recipe.regularisation)
     if recipe.samples:
         _check_sampled(recipe)
     if not recipe.compares:
@@ -111,6 +112,31 @@ def check_adapter(method: Method) -> None:
             f"`preference.reference: adapter-off`, but `method: {method}` has no adapter: what is"
             " trained is not the reference any more",
             hint="use `preference.reference: precomputed`, or `method: lora`",
+        )
+
+
+def check_regularisation(objective: str, regularisation: Regularisation) -> None:
+    """Raise InvalidRequest for an objective whose loss is no cross-entropy of its tokens alone."""
+    for name in regularisation.__struct_fields__:
+        if (value := getattr(regularisation, name)) and objective not in ("pretrain", "sft"):
+            beside = (
+                "; what is taken for the wrong way round is `preference.label_smoothing`"
+                if name == "label_smoothing" else ""
+            )  # fmt: skip
+            raise InvalidRequest(
+                f"`regularisation.{name}: {value:g}` under `objective: {objective}`: it is of the"
+                f" cross-entropy of `pretrain` and `sft`{beside}",
+                hint=f"leave `regularisation.{name}` out",
+            )
+
+
+def check_lora_plus(method: str, ratio: float) -> None:
+    """Raise InvalidRequest for a rate of matrices that the method has not."""
+    if ratio and method not in ADAPTED:
+        raise InvalidRequest(
+            f"`optimizer.lora_plus: {ratio:g}` is the rate of adapters' B over A's, and"
+            f" `method: {method}` has no adapters",
+            hint="use `method: lora`, or leave `optimizer.lora_plus` out",
         )
 
 

@@ -254,6 +254,9 @@ WORDS: dict[str, Word] = {
         lambda value: Answer(
             {"optimizer.lora_plus": 0 if _is_off(value) else value, "method": "lora"}),
     ),
+    "neftune_noise_alpha": _key("regularisation.neftune_alpha"),
+    "label_smoothing_factor": _key("regularisation.label_smoothing"),
+    "z_loss": _key("regularisation.z_loss"), "z_loss_weight": _key("regularisation.z_loss"),
     "warmup_steps": _key("optimizer.warmup_steps"),
     "warmup_ratio": _key("optimizer.warmup_ratio"),
     "lr_scheduler_type": _choice("optimizer.schedule", SCHEDULES),

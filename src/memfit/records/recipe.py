@@ -122,6 +122,19 @@ class Preference(Record, frozen=True, kw_only=True):
     center: float = 0.0  # reward: weight of the square of both scores' sum
 
 
+class Regularisation(Record, frozen=True, kw_only=True):
+    """What holds a cross-entropy back; all zero where nothing does. Evaluations are without it."""
+
+    label_smoothing: float = 0.0  # share of each target that is spread over all words
+    z_loss: float = 0.0  # weight of the squared log of what the softmax divides by
+    neftune_alpha: float = 0.0  # of noise on the token embeddings (2310.05914)
+
+    @property
+    def bends(self) -> bool:
+        """Whether the loss is another one than the cross-entropy."""
+        return bool(self.label_smoothing or self.z_loss)
+
+
 class Optimizer(Record, frozen=True, kw_only=True):
     """The optimizer and its schedule. The implementation is part of the ledger: see `because`."""
 
@@ -152,6 +165,13 @@ class Optimizer(Record, frozen=True, kw_only=True):
     def decay(self, steps: int) -> int:
         """The last steps of `steps`, in which wsd's rate falls; a share is rounded up."""
         return math.ceil(self.decay_ratio * steps)
+
+
+# groups of keys that came later, and how older recipes stand
+LATE: dict[str, Record] = {
+    "quantisation": Quantisation(),
+    "regularisation": Regularisation(),
+}
 
 
 class Parallel(Record, frozen=True, kw_only=True):
@@ -245,6 +265,7 @@ class Recipe(Record, frozen=True, kw_only=True):
     quantisation: Quantisation = Quantisation()
     options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
     preference: Preference = Preference()
+    regularisation: Regularisation = Regularisation()
     rollout: Rollout = Rollout()  # this and the next two are of objectives that sample answers
     policy: Policy = Policy()
     reward: RewardSettings = RewardSettings()
@@ -277,17 +298,13 @@ class Recipe(Record, frozen=True, kw_only=True):
                 del place[late]
         if self.lora.scaling == "plain":
             del content["lora"]["scaling"]
-        for late, usual in LATE_IN_OPTIMIZER.items():
-            if content["optimizer"][late] == usual:
-                del content["optimizer"][late]
-        if self.quantisation == Quantisation():
-            del content["quantisation"]
+        _drop_usual(content["optimizer"], LATE_IN_OPTIMIZER)
+        for late, usual in LATE.items():
+            if getattr(self, late) == usual:
+                del content[late]
+        _drop_usual(content["preference"], LATE_IN_PREFERENCE)
         if not self.preference.beta:
             del content["preference"]
-        else:
-            for late, usual in LATE_IN_PREFERENCE.items():
-                if content["preference"][late] == usual:
-                    del content["preference"][late]
         if not self.samples:
             for late in ("rollout", "policy", "reward"):
                 del content[late]
@@ -420,3 +437,10 @@ class Recipe(Record, frozen=True, kw_only=True):
     def scaled(self) -> bool:
         """Whether the loss is scaled: fp16's smallest number is 6e-8, and gradients are smaller."""
         return self.precision == "fp16-mixed"
+
+
+def _drop_usual(keys: dict[str, object], usual: dict[str, object]) -> None:
+    """Take out keys that stand as they do in older recipes."""
+    for name, value in usual.items():
+        if keys[name] == value:
+            del keys[name]

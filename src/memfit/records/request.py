@@ -26,6 +26,7 @@ from memfit.records import Record, from_data, to_data
 from memfit.records.habits import RunRequest
 from memfit.records.looser import read_looser
 from memfit.records.model import ModelReference
+from memfit.records.objectives import check_lora_plus, check_regularisation
 from memfit.records.other_words import describe_word
 from memfit.records.recipe import (
     OWN_AXES,
@@ -41,6 +42,7 @@ from memfit.records.recipe import (
     Option,
     Parallel,
     Precision,
+    Regularisation,
     Scaling,
     Schedule,
 )
@@ -108,6 +110,19 @@ class LoraRequest(Record, frozen=True, kw_only=True):
     # auto: the query and value projections; all-linear: every projection but the head
     targets: tuple[str, ...] | Literal["auto", "all-linear"] = "auto"
     scaling: Scaling = "plain"  # alpha / rank; rank-stabilised: alpha / sqrt(rank)
+
+
+class RegularisationRequest(Record, frozen=True, kw_only=True):
+    """What holds the loss back; used when the objective is `pretrain` or `sft`."""
+
+    label_smoothing: Fraction = 0.0
+    z_loss: NotNegativeFloat = 0.0
+    neftune_alpha: NotNegativeFloat = 0.0
+
+    @property
+    def stated(self) -> Regularisation:
+        """The same in a recipe's words."""
+        return Regularisation(**msgspec.structs.asdict(self))
 
 
 class QuantisationRequest(Record, frozen=True, kw_only=True):
@@ -263,6 +278,7 @@ class Request(Record, frozen=True, kw_only=True):
     base_format: str = "auto"  # or a name of `memfit.base_formats`
     quantisation: QuantisationRequest = QuantisationRequest()
     precision: Auto | Precision = "auto"
+    regularisation: RegularisationRequest = RegularisationRequest()
     optimizer: OptimizerRequest = OptimizerRequest()
     recompute: Literal["auto", "none", "full", "selective"] | RecomputeBlocks = "auto"
     attention: Auto | Attention = "auto"
@@ -373,6 +389,8 @@ class Request(Record, frozen=True, kw_only=True):
             )
         if self.base_format != "auto":
             check_base_format(self.base_format)
+        check_regularisation(self.task.objective, self.regularisation.stated)
+        check_lora_plus(self.method, self.optimizer.lora_plus)
         if self.is_own:
             self._check_own()
             return
@@ -381,6 +399,12 @@ class Request(Record, frozen=True, kw_only=True):
                 f"`optimizer.lora_plus: {self.optimizer.lora_plus:g}` is of memfit's own step, and"
                 f" `framework: {self.framework}` is asked for",
                 hint="use `framework: memfit`, or leave `optimizer.lora_plus` out",
+            )
+        if self.regularisation != RegularisationRequest():
+            raise InvalidRequest(
+                "`regularisation` is of memfit's own step, and"
+                f" `framework: {self.framework}` is asked for",
+                hint="use `framework: memfit`, or leave `regularisation` out",
             )
         if self.qat != "none":
             raise InvalidRequest(

@@ -22,6 +22,7 @@ from memfit.families.shared.forward import (
     rotation,
     turn_part,
     unit_of,
+    with_noise,
     within,
 )
 from memfit.meta import Tensor
@@ -45,9 +46,13 @@ def scaled_embed(forward: Forward, weight: Tensor) -> Embedded:
     return Embedded(x, (cosines, sines, position_ids), (x,))
 
 
-@module
 def scaled_embedding(forward: Forward, weight: Tensor) -> Tensor:
-    """Return rows of the embedding times a factor, a 0-dim tensor in fp32."""
+    """Return rows of the embedding times a factor, a 0-dim tensor in fp32, with NEFTune's noise."""
+    return with_noise(forward, _scaled(forward, weight))
+
+
+@module
+def _scaled(forward: Forward, weight: Tensor) -> Tensor:
 
     def run() -> Tensor:
         rows = meta.gather_rows(weight, forward.input_ids)

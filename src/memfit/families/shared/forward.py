@@ -24,7 +24,12 @@ from memfit.meta.layers.dequantised import QUANTISED_DTYPE, Dequantised
 from memfit.meta.layers.dora import rescale
 from memfit.meta.layers.qat import GROUP, round_weight
 from memfit.meta.layers.quantised import Quantised
-from memfit.meta.losses.cross_entropy import chunked_sum, cross_entropy_sum
+from memfit.meta.losses.cross_entropy import (
+    Bends,
+    bent_mean,
+    chunked_sum,
+    cross_entropy_sum,
+)
 from memfit.meta.losses.policy import (
     TokenLogProbs,
     chunked_token_log_probs,
@@ -33,6 +38,7 @@ from memfit.meta.losses.policy import (
 from memfit.meta.losses.preference import chunked_log_probs, merge_context, plain_log_probs
 from memfit.meta.losses.scores import at_ends
 from memfit.records.model import Architecture
+from memfit.records.recipe import Regularisation
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
@@ -55,6 +61,7 @@ class Forward(msgspec.Struct, frozen=True):
     adapter_dropout: bool = False
     narrow: bool = False  # products of blocks run in FP8
     qat: str = ""  # weights of blocks are rounded to it in each product
+    regularisation: Regularisation = Regularisation()
     lean: tuple[str, ...] = ()  # operations that keep less, see train/lean
     liger: tuple[str, ...] = ()  # rope, rms_norm, swiglu: those that are Liger-Kernel's
     kind: str = ""  # of the block that runs, where the architecture has kinds
@@ -264,10 +271,22 @@ _ACTIVATIONS = {
 }
 
 
-@module
 def embedding(forward: Forward, weight: Tensor, indices: Tensor) -> Tensor:
-    """`nn.Embedding`."""
+    """`nn.Embedding`, and NEFTune's noise on those of tokens."""
+    rows = _embedding(forward, weight, indices)
+    return with_noise(forward, rows) if indices is forward.input_ids else rows
+
+
+@module
+def _embedding(forward: Forward, weight: Tensor, indices: Tensor) -> Tensor:
     return within(unit_of(forward, weight), lambda: meta.gather_rows(weight, indices))
+
+
+def with_noise(forward: Forward, rows: Tensor) -> Tensor:
+    """NEFTune's, as train/habits/noise.py, whose hook runs when the module's call is over."""
+    if not forward.regularisation.neftune_alpha:
+        return rows
+    return meta.add(rows, meta.empty(rows.meter, rows.shape, rows.dtype))
 
 
 def unit_of(forward: Forward, weight: Tensor) -> Unit | None:
@@ -518,12 +537,22 @@ def loss_mean(
     if a.logits_scaled or a.logit_cap:
         hidden = meta.scale(hidden)
     if not chunk:
+        if forward.regularisation.bends:
+            logits = _head(forward, weights, hidden)
+            return bent_mean(logits, bool(a.logit_cap), find_bends(forward))
         return meta.scale(_plain_sum(forward, weights, hidden, labels))
     flat = meta.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
-    total = chunked_sum(flat, weights["lm_head.weight"], chunk, bool(a.logit_cap))
+    bends = find_bends(forward)
+    total = chunked_sum(flat, weights["lm_head.weight"], chunk, bool(a.logit_cap), bends)
     if forward.tail is not None:
         forward.tail.leave(total)
     return total
+
+
+def find_bends(forward: Forward) -> Bends:
+    """What the loss has beside the cross-entropy."""
+    stated = forward.regularisation
+    return Bends(bool(stated.label_smoothing), bool(stated.z_loss))
 
 
 def _plain_sum(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -531,14 +560,18 @@ def _plain_sum(forward: Forward, weights: Weights, hidden: Tensor, labels: Tenso
     return cross_entropy_sum(logits, labels)
 
 
-def _wide_logits(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
-    """(tokens, vocab), fp32."""
-    rows = forward.batch * forward.tokens
-    flat = meta.view(hidden, rows, hidden.shape[-1])
+def _head(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
+    """(tokens, vocab), as the head's product is."""
+    flat = meta.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
     head = project(forward, weights, "lm_head", flat)
-    del flat
     if forward.tail is not None:
         forward.tail.leave(head)
+    return head
+
+
+def _wide_logits(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
+    """(tokens, vocab), fp32."""
+    head = _head(forward, weights, hidden)
     if forward.architecture.logit_cap:
         head = meta.scale(meta.tanh(head))
     return meta.cast(head, "float32")

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from memfit.meta.autograd import Gradients, Node, record
 from memfit.meta.elementwise import Incoming, attach, cast, like, upstream
 from memfit.meta.meter import Meter
 from memfit.meta.tensor import Tensor, empty
+
+
+class Bends(NamedTuple):
+    """What the loss of a token is made of beside its cross-entropy."""
+
+    smoothed: bool = False
+    z_loss: bool = False
+
+
+NO_BENDS = Bends()
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -51,7 +63,29 @@ def _negative_likelihood_backward(node: Node, grads: Incoming) -> Gradients:
     return (like(x),)
 
 
-def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int, capped: bool = False) -> Tensor:
+def bent_mean(logits: Tensor, capped: bool, bends: Bends) -> Tensor:
+    """A regularised loss of all tokens as train/step/loss.py: (tokens, vocab) -> 0-dim.
+
+    Its slope is made in the forward, and is all that it saves.
+    """
+    node = record(_bent_backward, (logits,))
+    assert node is not None  # evaluations are not regularised
+    with logits.meter.with_autocast(False):
+        slope = _slope_of([like(logits) if capped else logits.detached()], capped, bends)
+        loss = empty(logits.meter, (), "float32")
+        slope = cast(slope, logits.dtype)
+    node.saved = [slope]
+    return attach(node, loss)
+
+
+def _bent_backward(node: Node, grads: Incoming) -> Gradients:
+    (slope,) = node.saved
+    return (slope,)
+
+
+def chunked_sum(
+    hidden: Tensor, weight: Tensor, chunk: int, capped: bool = False, bends: Bends = NO_BENDS
+) -> Tensor:
     """The loss with at most `chunk` tokens' logits alive, and its gradients made with it.
 
     As train/step/loss.py: hidden (tokens, hidden), weight (vocab, hidden) -> 0-dim.
@@ -65,7 +99,7 @@ def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int, capped: bool = False
     d_hidden = like(hidden) if hidden.requires_grad else None
     with meter.with_autocast(False):
         d_weight = chunk_gradients(
-            hidden.detached(), weight.detached(), compute, chunk, node, capped
+            hidden.detached(), weight.detached(), compute, chunk, node, capped, bends
         )
     node.saved = [d_hidden, d_weight]
     return attach(node, total)
@@ -109,8 +143,9 @@ def widened(logits: Tensor) -> Tensor:
 
 
 def chunk_gradients(
-    hidden: Tensor, weight: Tensor, compute: str, chunk: int, node: Node, capped: bool
-) -> Tensor | None:
+    hidden: Tensor, weight: Tensor, compute: str, chunk: int, node: Node, capped: bool,
+    bends: Bends = NO_BENDS,
+) -> Tensor | None:  # fmt: skip
     """Every chunk in turn; returns the head's gradient.
 
     Those between the second and the last allocate and free what the second does: they only count.
@@ -128,7 +163,7 @@ def chunk_gradients(
         if index == 0:  # those of all chunks; the first one may be the first of a backward
             products = 1 + node.needs(0) + node.needs(1)
             meter.count_product(2 * tokens * vocab * width * products)
-        slope = _slope(piece, low, capped)
+        slope = _slope(piece, low, capped, bends)
         loss = empty(meter, (), "float32")  # the local variable stays until the next chunk's
         slope = cast(slope, compute)
         if node.needs(0):
@@ -140,21 +175,31 @@ def chunk_gradients(
     return None if total is None else cast(total, weight.dtype)
 
 
-def _slope(piece: Tensor, weight: Tensor, capped: bool) -> Tensor:
+def _slope(piece: Tensor, weight: Tensor, capped: bool, bends: Bends) -> Tensor:
     """(rows, vocab) fp32: log-probabilities, turned in place into the slope of the loss."""
-    meter, rows, vocab = piece.meter, piece.shape[0], weight.shape[0]
-    logits = empty(meter, (rows, vocab), piece.dtype)
+    made = [empty(piece.meter, (piece.shape[0], weight.shape[0]), piece.dtype)]
+    return _slope_of(made, capped, bends)
+
+
+def _slope_of(holder: list[Tensor], capped: bool, bends: Bends) -> Tensor:
+    """The same of logits, whose last reference the list may hold: it is taken out of it."""
+    logits = holder.pop()
+    meter, rows = logits.meter, logits.shape[0]
     bent = logits if capped else None
     logits = like(logits) if capped else logits
     result = widened(logits)
+    log_z = empty(meter, (rows, 1), "float32") if bends.z_loss else None
     del logits
     is_target = empty(meter, (rows, 1), "bool")
     column = empty(meter, (rows, 1), "int64")
     share = like(empty(meter, (rows, 1), "float32"))
-    picked = like(empty(meter, (rows, 1), "float32"))
-    del picked
+    picked = empty(meter, (rows, 1), "float32")
+    if bends.smoothed:
+        empty(meter, (rows, 1), "float32")  # the mean over all words
+    weighed = like(picked)
+    del picked, weighed
     minus_one = like(share)
-    del minus_one, is_target, column, share
+    del minus_one, is_target, column, share, log_z
     if bent is not None:
         cast(bent, "float32")
     return result

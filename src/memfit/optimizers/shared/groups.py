@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
 from memfit.records.model import TensorSpec, is_decayed, is_faster
+from memfit.records.objectives import check_lora_plus
 from memfit.records.recipe import Optimizer, Recipe
 
 if TYPE_CHECKING:
@@ -76,12 +77,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def check_groups(recipe: Recipe) -> None:
     """Raise InvalidRequest for a rate of matrices that the recipe has not, or of no optimizer."""
     settings = recipe.optimizer
-    if settings.lora_plus and not recipe.adapted:
-        raise InvalidRequest(
-            f"`optimizer.lora_plus: {settings.lora_plus:g}` is the rate of adapters' B over A's,"
-            f" and `method: {recipe.method}` has no adapters",
-            hint="use `method: lora`, or leave `optimizer.lora_plus` out",
-        )
+    check_lora_plus(recipe.method, settings.lora_plus)
     if settings.lora_plus and recipe.offload == "optimizer":
         raise InvalidRequest(
             f"`optimizer.lora_plus: {settings.lora_plus:g}` with `offload: optimizer`: torchao's"

@@ -209,6 +209,7 @@ def describe(
         adapter_dropout=recipe.lora.dropout > 0,
         lean=keep_as_lean(model.architecture, recipe),
         qat=recipe.qat,
+        regularisation=recipe.regularisation,
         accumulates=recipe.accumulation > 1,
         narrow=recipe.precision == "fp8-mixed",
         next_step=recipe.optimizer.in_backward,

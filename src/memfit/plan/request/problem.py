@@ -398,6 +398,7 @@ def first_recipe(
         loss="plain",
         loss_chunk=0,
         qat="" if request.qat == "none" else request.qat,
+        regularisation=request.regularisation.stated,
         lean=choose_lean(request, problem.model.architecture),
         compile="blocks" if request.compile == "blocks" else "none",
         offload="none" if request.offload == "auto" else request.offload,

@@ -50,10 +50,12 @@ from memfit.plan.simulate.setting import (
 from memfit.plan.simulate.stages import begin_stage, run_stages
 from memfit.records.ledger import Kind
 from memfit.records.model import Architecture, Model, Weight
+from memfit.records.recipe import Regularisation
 
 Part = tuple[Kind, str]  # kind, owner
 Parts = dict[Part, int]
 ROUNDING: Part = (Kind.FRAGMENTATION, "rounding")  # what blocks are larger than their tensors
+NONE = Regularisation()  # of evaluations
 ENDS = 3  # cycles simulated of a run of equal ones: first, middle, last
 ALL = slice(None)
 LONGEST = 16  # blocks of the longest cycle that is looked for
@@ -334,6 +336,7 @@ class Simulation:
             input_ids=inputs.input_ids, position_ids=inputs.position_ids,
             documents=self.batch.documents, adapter_dropout=self.setting.adapter_dropout,
             narrow=self.setting.narrow, qat=self.setting.qat, lean=self.setting.lean,
+            regularisation=NONE if self.setting.evaluates else self.setting.regularisation,
             loop=self.loop, quantised=self.setting.quantised, ring=self.setting.ring,
         )  # fmt: skip
         return forward, inputs.labels

@@ -19,7 +19,7 @@ from memfit.plan.simulate.program import Comparing, Program
 from memfit.plan.step_time.pipeline.orders import Piece
 from memfit.records import Record
 from memfit.records.model import Architecture
-from memfit.records.recipe import Optimizer
+from memfit.records.recipe import Optimizer, Regularisation
 
 
 class Stages(Record, frozen=True, kw_only=True):
@@ -114,6 +114,7 @@ class Setting(Record, frozen=True, kw_only=True):
     cuda: bool
     grid: Grid | None  # see `Meter.grid`
     adapter_dropout: bool
+    regularisation: Regularisation = Regularisation()
     qat: str = ""
     lean: tuple[str, ...] = ()
     narrow: bool = False  # products of blocks in FP8

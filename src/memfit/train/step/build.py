@@ -38,6 +38,7 @@ from memfit.parallelism.pipeline import stage_model
 from memfit.records.objectives import check_objective
 from memfit.records.recipe import Recipe
 from memfit.train.distributed.pipeline import keep_stages
+from memfit.train.habits.noise import add_noise
 from memfit.train.lean import apply_lean
 from memfit.train.model import float8
 from memfit.train.model.attention import check_attention
@@ -97,6 +98,8 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     check_offload(recipe, cpu=device.type == "cpu" and recipe.offload == "optimizer")
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
         model = find_adapter(recipe).apply(_bare(recipe), recipe)
+    if recipe.regularisation.neftune_alpha:
+        add_noise(parts(model).embedding, recipe.regularisation.neftune_alpha)
     if recipe.loss == "chunked":
         check_chunked(parts(model).head, recipe)
     mesh = None

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from memfit.core.errors import InvalidRequest
 from memfit.parallelism import run_as_forward
 from memfit.parallelism.whole import local_part
-from memfit.records.recipe import Recipe
+from memfit.records.recipe import Recipe, Regularisation
 
 IGNORE = -100  # a label that is no target
+NONE = Regularisation()
 
 
 def loss_mean(
@@ -35,6 +36,12 @@ def loss_mean(
     cap: logits are bent to stay below it by a tanh; hidden is divided by it already.
     """
     if recipe.loss == "plain":
+        if recipe.regularisation.bends and torch.is_grad_enabled():
+            logits = head(hidden.flatten(0, 1))
+            bent = _Bent.apply(  # type: ignore[no-untyped-call]
+                logits, labels.flatten(), target_tokens, scale, cap, recipe.regularisation
+            )
+            return cast(Tensor, bent)
         return plain_sum(head, hidden, labels, cap) / target_tokens
     return chunked_mean(head, hidden, labels, recipe, target_tokens, scale, cap)
 
@@ -76,7 +83,7 @@ def chunked_mean(
             return _sum_of_chunks(flat, weight, labels.flatten(), compute, recipe.loss_chunk, cap)
         made = _Chunked.apply(  # type: ignore[no-untyped-call]
             flat, head.weight, labels.flatten(), compute, recipe.loss_chunk, target_tokens, scale,
-            cap,
+            cap, recipe.regularisation,
         )  # fmt: skip
         return cast(Tensor, made)
 
@@ -138,6 +145,7 @@ class _Chunked(torch.autograd.Function):
         target_tokens: int,
         scale: Tensor | None,
         cap: float | None,
+        regularisation: Regularisation,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -149,7 +157,12 @@ class _Chunked(torch.autograd.Function):
                 here = slice(start, start + chunk)
                 piece = hidden[here].to(compute)
                 loss, slope = loss_and_slope(
-                    piece @ cast_weight.t(), labels[here], target_tokens, scale, cap
+                    piece @ cast_weight.t(),
+                    labels[here],
+                    target_tokens,
+                    scale,
+                    cap,
+                    regularisation,
                 )
                 total += loss
                 slope = slope.to(compute)
@@ -171,7 +184,38 @@ class _Chunked(torch.autograd.Function):
         for gradient in (d_hidden, d_weight):
             if gradient is not None:
                 gradient.mul_(factor)
-        return d_hidden, d_weight, None, None, None, None, None, None
+        return d_hidden, d_weight, *[None] * 7
+
+
+class _Bent(torch.autograd.Function):
+    """logits (tokens, vocab), labels (tokens) -> 0-dim fp32, of a regularised loss.
+
+    The slope by the logits is made at once, in their dtype, and is all that it saves.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        target_tokens: int,
+        scale: Tensor | None,
+        cap: float | None,
+        regularisation: Regularisation,
+    ) -> Tensor:
+        with torch.autocast(logits.device.type, enabled=False):
+            loss, slope = loss_and_slope(
+                logits.clone() if cap is not None else logits, labels, target_tokens, scale, cap,
+                regularisation,
+            )  # fmt: skip
+            slope = slope.to(logits.dtype)
+        ctx.save_for_backward(slope, scale)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        slope, scale = ctx.saved_tensors
+        return slope.mul_(outer[0] if scale is None else outer[0] / scale), *[None] * 5
 
 
 def loss_and_slope(
@@ -180,25 +224,40 @@ def loss_and_slope(
     target_tokens: int,
     scale: Tensor | None,
     cap: float | None = None,
+    regularisation: Regularisation = NONE,
 ) -> tuple[Tensor, Tensor]:
     """(mean's share, its scaled fp32 slope by the logits); the logits are freed.
 
     scale: 0-dim, or (tokens, 1).
 
     d loss / d logits = softmax(logits) - one_hot(label), 0 where there is no target; capped ones
-    are cap * tanh(logits), whose own slope is cap * (1 - tanh²).
+    are cap * tanh(logits), whose own slope is cap * (1 - tanh²). Label smoothing takes its share of
+    a target's loss from the mean over all words (Szegedy et al. 1512.00567, section 7), and z-loss
+    adds log²(sum of exp(logits)) (PaLM, 2204.02311, section 5).
     """
     bent = None if cap is None else logits.tanh_()
     if cap is not None:
         logits = logits * cap
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    smoothing, z_loss = regularisation.label_smoothing, regularisation.z_loss
+    log_z = logits[:, :1] - log_p[:, :1] if z_loss else None  # of what the softmax divides by
     del logits
     is_target = (labels != IGNORE).unsqueeze(1)
     column = labels.clamp(min=0).unsqueeze(1)
     weight = is_target.float() / target_tokens
-    loss = -(log_p.gather(1, column) * weight).sum()
+    picked = log_p.gather(1, column)
+    if smoothing:
+        picked.lerp_(log_p.mean(1, keepdim=True), smoothing)
+    if log_z is not None:
+        picked.addcmul_(log_z, log_z, value=-z_loss)
+    loss = -(picked * weight).sum()
+    del picked
     slope = log_p.exp_()
-    slope.scatter_add_(1, column, torch.full_like(weight, -1.0))
+    if log_z is not None:
+        slope.mul_(log_z.mul_(2 * z_loss).add_(1.0))
+    slope.scatter_add_(1, column, torch.full_like(weight, smoothing - 1.0))
+    if smoothing:
+        slope.sub_(smoothing / slope.shape[1])
     slope.mul_(weight if scale is None else weight * scale)
     if bent is not None and cap is not None:
         slope.mul_(bent.float().square_().neg_().add_(1.0)).mul_(cap)
