@@ -11,7 +11,7 @@ import bars
 
 from memfit.catalog import find_model
 from memfit.core.units import show_bytes, show_gb, show_gib, show_seconds
-from memfit.records.ledger import Kind
+from memfit.records.ledger import Kind, Phase
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "founding.json"
@@ -37,6 +37,16 @@ risk* fits beside some of the published contexts, and not beside the largest; wh
 prediction left room for reserved memory that the replay did not need. A recipe of fewer tokens than
 that is as long as `memfit generate` fits too. Bytes by component at the peak's instant:
 """
+ROLLOUTS = """The founding promise: one copy of the weights in four bits is the policy with its
+adapter and, with the adapter switched off, the reference; it samples eight answers at once, scores
+and learns from them. Bytes are certified over three iterations (a long one, a short one, a long
+one), replayed through the caching allocator with expandable segments. Seconds are predicted with
+every prompt and answer at its bound, which is the upper end: lengths are unknown before a run;
+what reward functions take is not counted. *From* and *to* are the range of such predictions
+([accuracy_time.md](accuracy_time.md) has published rates of decoding beside predicted ones). No
+card of this kind has run them here.
+"""
+ITERATION = ("switch", "prefill", "decode", "reward", "score", "reference", "update")
 GENERATED = """`memfit generate`, which loads the same base after training, needs {least} to {most}
 of each card.
 """
@@ -52,7 +62,8 @@ def page() -> str:
     """The whole page."""
     found = read()
     full = found.pop("full")
-    return "\n".join([HEAD, *_twenty(found), *_seven(full)])
+    rollouts = {name: found.pop(name) for name in sorted(found) if "-grpo_" in name}
+    return "\n".join([HEAD, *_twenty(found), *_rollouts(rollouts), *_seven(full)])
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
@@ -85,6 +96,59 @@ def _twenty(cases: Mapping[str, Any]) -> list[str]:
         *_table(("recipe", *SHOWN), ((_short(n), *_parts(c)) for n, c in sorted(cases.items()))),
         GENERATED.format(least=show_gib(min(totals)), most=show_gib(max(totals))),
     ]
+
+
+def _rollouts(cases: Mapping[str, Any]) -> list[str]:
+    heads = ("recipe", "answers in flight", "prompt + answer", "certified", "device total",
+             "usable", "verdict", "peak in", "an iteration", "from", "to", "whole run")  # fmt: skip
+    rows = [
+        (
+            f"[{_short(name)}](../recipes/{name}.yaml)", str(case["rows"]),
+            f"{case['prompt']:,} + {case['completion']:,}", show_gib(case["allocated"]),
+            show_gib(case["device_total"]), show_gib(case["usable"]), _verdict(case),
+            case["peak_phase"], show_seconds(case["step_seconds"]),
+            *(show_seconds(s) for s in case["step_seconds_range"]), _whole(case),
+        )
+        for name, case in cases.items()
+    ]  # fmt: skip
+    return [
+        "## Reinforcement learning on one card of 24 GB\n",
+        ROLLOUTS,
+        *_table(heads, rows),
+        "Certified peak of each phase:\n",
+        *_table(("phase", *map(_short, cases)), _peaks(cases)),
+        "Predicted seconds of an iteration, and tokens a second, by phase:\n",
+        *_table(("phase", *map(_short, cases)), _seconds(cases)),
+    ]
+
+
+def _whole(case: Mapping[str, Any]) -> str:
+    price = "" if case["usd"] is None else f", {case['usd']:,.2f} USD"
+    return f"{case['steps']} in {show_seconds(case['total_seconds'])}{price}"
+
+
+def _peaks(cases: Mapping[str, Any]) -> list[list[str]]:
+    """One row a phase that any of them has."""
+    phases = [p for p in Phase if any(p in case["phases"] for case in cases.values())]
+    return [
+        [phase, *(show_gib(c["phases"][phase]) if phase in c["phases"] else "" for c in
+                  cases.values())]
+        for phase in phases
+    ]  # fmt: skip
+
+
+def _seconds(cases: Mapping[str, Any]) -> list[list[str]]:
+    by_name = [{row["phase"]: row for row in case["seconds"]} for case in cases.values()]
+    names = [row["phase"] for case in cases.values() for row in case["seconds"]]
+    ordered = [n for n in ITERATION if n in names]
+    return [[n, *(_rate(rows[n]) if n in rows else "" for rows in by_name)] for n in ordered]
+
+
+def _rate(row: Mapping[str, Any]) -> str:
+    if row["seconds"] is None:
+        return "unknown"
+    rate = row["tokens_per_second"]
+    return show_seconds(row["seconds"]) + ("" if rate is None else f", {rate:,.0f}/s")
 
 
 def _short(name: str) -> str:

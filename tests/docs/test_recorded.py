@@ -8,6 +8,7 @@ import pytest
 
 from memfit import api, catalog
 from memfit.certify.evidence.certificate import make_certificate
+from memfit.records import to_data
 from typed_commands import quick
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
@@ -67,6 +68,19 @@ def test_a_20b_recipe_is_no_longer_than_what_fits_and_generates(name):
     assert row["verdict"] == row["generation"]["verdict"] == "fits"
     if row["longest"] < 2048:  # the positions that the model was trained on
         assert row["above"]["predicted_verdict"] != "fits"
+
+
+@pytest.mark.parametrize("name", founding.ROLLOUTS)
+def test_reinforcement_learning_on_24_gb_is_timed_as_recorded_and_certified_to_fit(name):
+    """Bytes: tests/certify/test_founding_cases.py certifies them anew."""
+    row, plan = FOUNDING[name], api.plan(api.read(founding.RECIPES / f"{name}.yaml"), levers=False)
+    assert row["verdict"] == row["generation"]["verdict"] == "fits"
+    assert row["device_total"] <= 24 * 1e9
+    assert max(row["phases"].values()) == row["allocated"]
+    assert {"prefill", "decode"} <= {*row["phases"]}
+    assert row["seconds"] == list(to_data(plan.time.phases))
+    assert row["step_seconds"] == plan.time.step_seconds
+    assert row["usd"] == plan.cost.usd
 
 
 def test_7b_trained_by_the_book_is_refused_and_several_levers_make_it_fit():
