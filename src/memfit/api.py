@@ -254,6 +254,13 @@ def without_cache() -> AbstractContextManager[None]:
     return certification.without_cache()
 
 
+def with_full_traces() -> AbstractContextManager[None]:
+    """Return a context in which every block of a model is traced, those too that repeat others."""
+    from memfit import certify as certification
+
+    return certification.with_full_traces()
+
+
 def write_plan(plan: Plan, folder: Path) -> None:
     """plan.json of a run folder."""
     write_json(folder / "plan.json", plan)

@@ -46,6 +46,7 @@ PEFT_ASKS = ("is_bnb_available", "is_bnb_4bit_available", "is_torchao_available"
 LAST_LINES = 15  # of a crashed child's output, shown to the user
 _HERE: ContextVar[bool] = ContextVar("certify in this process", default=False)
 _FRESH: ContextVar[bool] = ContextVar("certify without the cache", default=False)
+_FULL: ContextVar[bool] = ContextVar("certify with every block traced", default=False)
 
 
 class Order(Record, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ class Order(Record, frozen=True, kw_only=True):
     held_out: RowBounds | None = None
     tape: str = ""  # a file for the tape; "" keeps none
     rank: int | None = None  # of the recipe's mesh; None certifies the fullest
+    full_trace: bool = False  # run every block, those too that repeat others
 
 
 def certify(
@@ -105,6 +107,8 @@ def certify_all(orders: Sequence[Order]) -> list[Certificate | Error]:
     Raises NotCertified when nothing can be certified here.
     """
     check_libraries()
+    if _FULL.get():
+        orders = [structs.replace(order, full_trace=True) for order in orders]
     keys = [_find_key(order) for order in orders]
     made = [
         cache.find(key) if key and not order.tape else None
@@ -150,6 +154,16 @@ def without_cache() -> Iterator[None]:
         yield
     finally:
         _FRESH.reset(token)
+
+
+@contextmanager
+def with_full_traces() -> Iterator[None]:
+    """Certificates are meanwhile of traces in which every block of the model runs."""
+    token = _FULL.set(True)
+    try:
+        yield
+    finally:
+        _FULL.reset(token)
 
 
 @contextmanager
@@ -268,6 +282,7 @@ def answer_order(text: str, imports: int | None = None) -> str:
         made = make_certificate(
             order.recipe, device, order.usable, order.batches,
             data=order.data, held_out=order.held_out, tape=tape, rank=order.rank,
+            full_trace=order.full_trace,
         )  # fmt: skip
     except Error as error:
         code = type(error).exit_code

@@ -156,21 +156,34 @@ anyway_option = click.option(
 
 def no_cache_option(function: F) -> F:
     """--no-cache: the verb neither reads nor writes cached certificates."""
+    return _within(
+        function, "without_cache", "--no-cache",
+        "Certify anew; no certificate is read from or kept in the cache.",
+    )  # fmt: skip
+
+
+def full_trace_option(function: F) -> F:
+    """--full-trace: what the verb certifies is traced with every block of the model."""
+    return _within(
+        function, "with_full_traces", "--full-trace",
+        "Run every block on fake tensors, those too that repeat others.",
+    )  # fmt: skip
+
+
+def _within(function: F, context: str, flag: str, text: str) -> F:
+    """A flag with which the verb runs inside a context of `memfit.api`."""
+    name = flag.removeprefix("--").replace("-", "_")
 
     @functools.wraps(function)
-    def with_choice(*, no_cache: bool, **values: Any) -> Any:
-        if not no_cache:
+    def with_choice(**values: Any) -> Any:
+        if not values.pop(name):
             return function(**values)
         from memfit import api
 
-        with api.without_cache():
+        with getattr(api, context)():
             return function(**values)
 
-    decorated: Any = click.option(
-        "--no-cache",
-        is_flag=True,
-        help="Certify anew; no certificate is read from or kept in the cache.",
-    )(with_choice)
+    decorated: Any = click.option(flag, is_flag=True, help=text)(with_choice)
     made: F = decorated
     return made
 

@@ -15,6 +15,7 @@ from memfit.cli.options import (
     anyway_option,
     changed_options,
     folder_option,
+    full_trace_option,
     no_cache_option,
     note,
     output_options,
@@ -211,6 +212,7 @@ def predict_command(
 @click.option("--why", is_flag=True, help="Every phase, and every tensor alive at the peak.")
 @click.option("--levers", is_flag=True, help="Certify each knob turned by itself; takes minutes.")
 @no_cache_option
+@full_trace_option
 @output_options
 def certify_command(
     target: str,

@@ -17,7 +17,8 @@ from memfit.base_formats import find_base_format
 from memfit.catalog.overheads import Overhead, find_outside
 from memfit.certify.evidence.recording import Recording, write_recording
 from memfit.certify.iterations import trace_iterations
-from memfit.certify.tracing.recorder import Trace
+from memfit.certify.repeating.shortest import trace_shortest
+from memfit.certify.tracing.recorder import Recorder, Trace
 from memfit.certify.tracing.trace_step import TRACED_MICRO_BATCHES, trace_generation, trace_step
 from memfit.certify.versions import NEWEST_TORCH, release
 from memfit.core import units
@@ -52,6 +53,7 @@ def make_certificate(
     held_out: RowBounds | None = None,
     tape: Path | None = None,
     rank: int | None = None,
+    full_trace: bool = False,
 ) -> Certificate:
     """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
     started = time.perf_counter()
@@ -60,7 +62,7 @@ def make_certificate(
     check_allocator(recipe.allocator, device)
     memory_driver = device.memory_driver or Settings().device_memory
     settings = read_settings(recipe.allocator, device_memory=memory_driver)
-    trace = _trace_data(recipe, device, batches, data, held_out, rank)
+    trace = _trace_data(recipe, device, batches, data, held_out, rank, full=full_trace)
     if tape is not None:
         write_recording(_record(trace, None if device.is_cpu else settings), tape)
     memory, phases, bounds = _judge_trace(trace, device, settings, usable, recipe.parallel)
@@ -68,7 +70,10 @@ def make_certificate(
         memory = _of_other_lengths(memory)
     generation, phases_later = None, dict[Phase, int]()
     if recipe.parallel.world == 1 and not recipe.scores:  # a score head says nothing
-        later = trace_generation(recipe, device)
+        later = trace_shortest(
+            lambda recorder: trace_generation(recipe, device, recorder=recorder),
+            recipe, device, full=full_trace,
+        )  # fmt: skip
         generation, phases_later, _ = _judge_trace(later, device, settings, usable, Parallel())
     return Certificate(
         recipe_digest=recipe.digest,
@@ -133,16 +138,25 @@ def _trace_data(
     data: RowBounds | None,
     held_out: RowBounds | None,
     rank: int,
+    *,
+    full: bool,
 ) -> Trace:
     """The instants of a run whose data stays within bounds, which the trace then states."""
     if recipe.samples:
         return trace_iterations(recipe, device)
     evaluation = evaluation_shapes(recipe, held_out) if held_out else ()
+    first, *also = (None,) if data is None else bounding_shapes(recipe, data)
+    if first is not None:
+        batches = (first,) * shown_micro_batches(recipe, TRACED_MICRO_BATCHES)
+
+    def run(recorder: Recorder) -> Trace:
+        return trace_step(
+            recipe, device, batches, also=also, evaluation=evaluation, rank=rank, recorder=recorder
+        )
+
+    trace = trace_shortest(run, recipe, device, full=full)
     if data is None:
-        return trace_step(recipe, device, batches, evaluation=evaluation, rank=rank)
-    first, *also = bounding_shapes(recipe, data)
-    repeated = (first,) * shown_micro_batches(recipe, TRACED_MICRO_BATCHES)
-    trace = trace_step(recipe, device, repeated, also=also, evaluation=evaluation, rank=rank)
+        return trace
     stated = (str(data), *([f"held out: {held_out}"] if held_out else ()))
     return dataclasses.replace(trace, bounds=(*stated, *trace.bounds))
 

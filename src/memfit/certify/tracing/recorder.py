@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from memfit.allocator.tape import CAUGHT_UP, USED, Event
+from memfit.certify.tracing.fake_device import device_type
 from memfit.certify.tracing.workspace import PRODUCTS, RULES
 from memfit.meta.workspace import find_grid, product_workspace
 from memfit.records.hardware import Device
@@ -74,6 +76,15 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         index = self._track(tensor, "registered")
         if index is not None:
             self._uses.append((len(self._events), Event(index, USED, stream)))
+
+    @contextmanager
+    def shallow(self, model: nn.Module) -> Iterator[None]:
+        """Meanwhile forwards and backwards run; all blocks of the model take part in them."""
+        del model
+        yield
+
+    def begin(self) -> None:
+        """A forward begins that no phase announces."""
 
     def restart_in(self, phase: Phase) -> None:
         """Let the tape begin with a phase other than `load`."""
@@ -146,6 +157,12 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         if in_backward not in self._threads:
             self._threads.add(in_backward)
             self._allocate(self._cublas, "cublasSetWorkspace", Kind.WORKSPACE, False)
+
+
+def make_recorder(made: type[Recorder], device: Device, *, workspaces: bool = True) -> Recorder:
+    """A recorder of a device, with or without what its kernels allocate inside themselves."""
+    kind = device_type(device)
+    return made(kind, device if workspaces and kind == "cuda" else None)
 
 
 def _is_on_host(argument: Any) -> bool:

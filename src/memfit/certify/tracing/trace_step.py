@@ -10,10 +10,11 @@ import torch
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
+from memfit.certify.repeating.alike import Unlike
 from memfit.certify.tracing.fake_device import device_type, fake_device, set_while
 from memfit.certify.tracing.fast_fake import FastFakeMode
 from memfit.certify.tracing.outliers import outlier_bounds, outlier_rules
-from memfit.certify.tracing.recorder import Recorder, Trace
+from memfit.certify.tracing.recorder import Recorder, Trace, make_recorder
 from memfit.certify.tracing.runs import find_runs, with_runs
 from memfit.core.errors import Error, InvalidRequest, NotCertified
 from memfit.core.units import show_bytes
@@ -63,6 +64,7 @@ def trace_step(
     also: Sequence[BatchShape] = (),
     evaluation: Sequence[BatchShape] = (),
     rank: int = 0,
+    recorder: Recorder | None = None,
 ) -> Trace:
     """A run's instants in this process: load, `steps` optimizer steps, an evaluation, a checkpoint.
 
@@ -71,11 +73,12 @@ def trace_step(
     the first of the batches.
     workspaces: count what CUDA kernels allocate inside themselves (`workspace.RULES`).
     rank: of the recipe's mesh; its shards, in a world of `recipe.parallel.world`.
+    recorder: what records; None takes one under which every block runs.
     Raises InvalidRequest (the recipe can run nowhere) and NotCertified (or not be traced here).
     """
     shapes = tuple(batches) if batches else worst_shapes(recipe)
     kind = device_type(device)
-    recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
+    recorder = recorder or make_recorder(Recorder, device, workspaces=workspaces)
     weights = weights_of(recipe)
     with traced(recipe, device, recorder, rank):
         repeated = shown_micro_batches(recipe, TRACED_MICRO_BATCHES)
@@ -89,14 +92,16 @@ def trace_step(
     return recorder.trace((*bounds, *bounds_of_weights(recipe, kind, weights)))
 
 
-def trace_generation(recipe: Recipe, device: Device, *, workspaces: bool = True) -> Trace:
+def trace_generation(
+    recipe: Recipe, device: Device, *, workspaces: bool = True, recorder: Recorder | None = None
+) -> Trace:
     """`memfit generate` after the run, which is a process of its own: load and say a full row.
 
     A prompt of all but one token of a row and the token after it: no prompt and continuation of
     `sequence_length` tokens together holds more, as longer ones never hold less.
     """
     kind = device_type(device)
-    recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
+    recorder = recorder or make_recorder(Recorder, device, workspaces=workspaces)
     weights = weights_of(recipe)
     with traced(recipe, device, recorder):
         recorder.restart_in(Phase.GENERATE)
@@ -131,7 +136,7 @@ def traced(
         stack.enter_context(recorder)
         try:
             yield mode
-        except Error:
+        except (Error, Unlike):
             raise
         except Exception as error:
             raise NotCertified(
@@ -194,9 +199,10 @@ def _run(
     built = load(recipe, kind, recorder, weights)
     recorder.enter(Phase.FIRST_STEP)
     waits = recipe.offload == "activations"  # in host memory
-    with recorder.watch_host(Phase.LOSS) if waits else nullcontext():
-        _step(built, kind, steps, recorder)
-    _evaluate(built, kind, evaluation, recorder)
+    with recorder.shallow(built.model):
+        with recorder.watch_host(Phase.LOSS) if waits else nullcontext():
+            _step(built, kind, steps, recorder)
+        _evaluate(built, kind, evaluation, recorder)
     save(built, kind, recorder, rank)
 
 
@@ -253,12 +259,14 @@ def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeigh
     trained = EmptyWeights.like(model, family_of(recipe.model).name)
     fill_generator(model, recipe, weights if recipe.adapted else None, trained)
     cache = None
-    for tokens in (max(1, recipe.sequence_length - 1), 1):
-        new = torch.zeros(1, tokens, dtype=torch.int64)
-        recorder.register_batch(new)
-        logits, cache = advance(model, new, cache)
-        chances(logits, temperature=1.0, top_k=50)
-        del logits, new
+    with recorder.shallow(model):
+        recorder.begin()
+        for tokens in (max(1, recipe.sequence_length - 1), 1):
+            new = torch.zeros(1, tokens, dtype=torch.int64)
+            recorder.register_batch(new)
+            logits, cache = advance(model, new, cache)
+            chances(logits, temperature=1.0, top_k=50)
+            del logits, new
 
 
 def weights_of(recipe: Recipe) -> EmptyWeights | None:
