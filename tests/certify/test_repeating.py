@@ -255,7 +255,7 @@ def layout_of(kinds: str, config: object = None) -> Layout | None:
 def test_runs_of_alike_blocks(kinds: str, kept: tuple[int, ...], more: dict[int, int]) -> None:
     found = layout_of(kinds)
     assert found is not None
-    assert (found.kept, dict(found.more)) == (kept, more)
+    assert (found.traced, dict(found.more)) == (kept, more)
     left_out = {block for block, _, _ in found.repeated}
     assert left_out == set(range(len(kinds))) - set(kept)
     assert all(kinds[block] == kinds[like] for block, like, _ in found.repeated)

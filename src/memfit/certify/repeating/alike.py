@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-KEPT = 4  # cycles of a run that are traced: the third is what repeats, and must be as the second
+RUN_CYCLES = (
+    4  # cycles of a run that are traced: the third is what repeats, and must be as the second
+)
 TEMPLATE = 2
 LONGEST = 8  # blocks of a cycle
 _INDEX = frozenset({"layer_idx", "layer_id", "layer_index"})  # which block it is
@@ -30,7 +32,7 @@ class Layout(NamedTuple):
     more: Mapping[int, int]  # unit that is repeated -> how often
 
     @property
-    def kept(self) -> tuple[int, ...]:
+    def traced(self) -> tuple[int, ...]:
         """Numbers of the blocks that are traced."""
         return tuple(block for unit in self.units for block in unit)
 
@@ -67,17 +69,17 @@ def find_layout(prefix: str, blocks: Sequence[nn.Module], config: object) -> Lay
     at = 0
     while at < len(kinds):
         length, cycles = _longest_run(kinds, at)
-        if cycles <= KEPT:
+        if cycles <= RUN_CYCLES:
             units.append((at,))
             at += 1
             continue
-        more[len(units) + TEMPLATE] = cycles - KEPT
-        for cycle in (*range(KEPT - 1), cycles - 1):
+        more[len(units) + TEMPLATE] = cycles - RUN_CYCLES
+        for cycle in (*range(RUN_CYCLES - 1), cycles - 1):
             first = at + cycle * length
             units.append(tuple(range(first, first + length)))
         at += cycles * length
     found = Layout(prefix, tuple(units), more)
-    return found if more and _at_their_places(found.kept, len(kinds), config) else None
+    return found if more and _at_their_places(found.traced, len(kinds), config) else None
 
 
 def _longest_run(kinds: Sequence[Hashable], start: int) -> tuple[int, int]:
@@ -88,15 +90,15 @@ def _longest_run(kinds: Sequence[Hashable], start: int) -> tuple[int, int]:
         while stop < len(kinds) and kinds[stop] == kinds[stop - length]:
             stop += 1
         cycles = (stop - start) // length
-        if (cycles - KEPT) * length > max(0, (best[1] - KEPT) * best[0]):
+        if (cycles - RUN_CYCLES) * length > max(0, (best[1] - RUN_CYCLES) * best[0]):
             best = (length, cycles)
     return best
 
 
-def _at_their_places(kept: Sequence[int], count: int, config: object) -> bool:
+def _at_their_places(traced: Sequence[int], count: int, config: object) -> bool:
     """Whether lists of the config with an entry a block say the same of a block's new place."""
     lists = [v for v in vars(config).values() if isinstance(v, list | tuple) and len(v) >= count]
-    return all(entries[new] == entries[old] for entries in lists for new, old in enumerate(kept))
+    return all(entries[new] == entries[old] for entries in lists for new, old in enumerate(traced))
 
 
 def describe_module(block: nn.Module, number: int) -> Hashable:

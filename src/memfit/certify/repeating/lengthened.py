@@ -19,7 +19,7 @@ from memfit.records.ledger import Phase
 from memfit.train.measure.storages import Block
 
 ORDER = "the blocks do not run one after the other"
-_KEPT_BY_CUBLAS = "cublasSetWorkspace"  # once a thread, whichever block multiplies first
+_CUBLAS_WORKSPACE = "cublasSetWorkspace"  # once a thread, whichever block multiplies first
 
 
 class Born(NamedTuple):
@@ -191,7 +191,7 @@ class _Lengthening:
             own = self.numbered.setdefault((piece.pass_, piece.unit), [])
             for at in range(piece.start, piece.stop):
                 event = self.events[at]
-                if event >= 0 and self.blocks[event].op != _KEPT_BY_CUBLAS:
+                if event >= 0 and self.blocks[event].op != _CUBLAS_WORKSPACE:
                     self.born[event] = Born(piece.pass_, piece.unit, len(own))
                     own.append(event)
 

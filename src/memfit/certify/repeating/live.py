@@ -2,7 +2,7 @@
 
 The model is whole: loading, clipping, the optimizer and saving are traced at its full depth. While
 a forward runs, its list of blocks holds those of the layout alone. Before an optimizer's step the
-parameters of the other blocks are given gradients like those of the blocks that stand for them.
+parameters of the other blocks get gradients like those of the blocks that stand for them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RepeatingRecorder(Recorder):  # type: ignore[no-untyped-call]
             yield
             return
         whole = parts(model).blocks
-        few = nn.ModuleList(whole[block] for block in self.layout.kept)
+        few = nn.ModuleList(whole[block] for block in self.layout.traced)
         few.train(whole.training)
         owner, name = _find_place(model, whole)
         owner._modules[name] = few
@@ -163,7 +163,7 @@ class RepeatingRecorder(Recorder):  # type: ignore[no-untyped-call]
                     raise Unlike("what is outside of the blocks reads what each of them made")
 
     def trace(self, bounds: tuple[str, ...]) -> Trace:
-        """The whole model's trace. Raises Unlike where it cannot be told."""
+        """The whole model's trace. Raises Unlike where there is a doubt."""
         if self.layout is None:
             return super().trace(bounds)
         if self._uses:
@@ -183,7 +183,7 @@ def describe_layout(layout: Layout) -> str:
         first, last = own[0] + len(own), own[-1] + more * len(own)
         like = str(own[0]) if len(own) == 1 else f"{own[0]} to {own[-1]}"
         spans.append(f"blocks {first} to {last} repeat {like}")
-    return f"traced with {len(layout.kept)} of its blocks: {', '.join(spans)}"
+    return f"traced with {len(layout.traced)} of its blocks: {', '.join(spans)}"
 
 
 def _find_place(model: nn.Module, blocks: nn.Module) -> tuple[nn.Module, str]:
