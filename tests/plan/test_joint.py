@@ -171,7 +171,7 @@ def test_more_devices_never_take_longer(framework, model, batch):
     for nodes, count in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8)):
         hardware = {"device": "h100-sxm", "count": count, "nodes": nodes}
         request = ask(model, framework, batch=batch, hardware=hardware, attention="flash")
-        seconds.append(api.plan(request).time.step_seconds)
+        seconds.append(api.plan(request, levers=False).time.step_seconds)
     assert seconds == sorted(seconds, reverse=True)
 
 
@@ -180,7 +180,7 @@ def test_idle_devices_are_said():
         SMALLEST, task={"sequence_length": 128, "global_batch": 8}, attention="flash",
         hardware={"device": "h100-sxm", "count": 8, "nodes": 4},
     )  # fmt: skip
-    plan = api.plan(request)
+    plan = api.plan(request, levers=False)
     world = plan.recipe.parallel.world
     assert world < 32
     assert any(f"uses {world} of 32 devices" in said for said in plan.assumptions)
@@ -210,7 +210,7 @@ def test_a_slower_device_never_has_a_faster_plan(share, what):
 
 
 def test_a_plan_says_what_else_there_was():
-    plan = api.plan(ask(memory="11 GiB"))
+    plan = api.plan(ask(memory="11 GiB"), levers=False)
     assert plan.memory.verdict == "fits"
     (chosen,) = [row for row in plan.considered if row.chosen]
     assert chosen.because == "the fastest that fits"
@@ -225,7 +225,7 @@ def test_a_plan_says_what_else_there_was():
 
 
 def test_what_cannot_fit_is_the_nearest_miss():
-    plan = api.plan(ask(memory="2 GiB"))
+    plan = api.plan(ask(memory="2 GiB"), levers=False)
     assert plan.memory.verdict == "does_not_fit"
     (chosen,) = [row for row in plan.considered if row.chosen]
     assert chosen.because == "the nearest miss"
@@ -247,7 +247,8 @@ def test_a_framework_whose_bytes_are_unknown_says_so():
 
 @pytest.mark.parametrize("framework", ["nanotron", "deepspeed", "hf-trainer", "megatron-deepspeed"])
 def test_frameworks_without_arrays_are_searched_too(framework):
-    plan = api.plan(ask(framework=framework, count=2, batch=4, precision="bf16-mixed"))
+    request = ask(framework=framework, count=2, batch=4, precision="bf16-mixed")
+    plan = api.plan(request, levers=False)
     assert plan.recipe.framework == framework
     assert plan.recipe.parallel.world == 2
     assert plan.time.step_seconds

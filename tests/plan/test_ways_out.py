@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from memfit import api
 from memfit.cli.app import app
 from memfit.cli.app import run as finish
+from memfit.plan.search import search
 
 SMALL_CARD = ["llama-3.2-1b", "--device", "rtx-3060-12", "--set", "method=full",
               "--set", "precision=bf16-mixed"]  # fmt: skip
@@ -47,7 +48,10 @@ def run(*words):
 
 @cache
 def ask(*words):
-    code, out = run("plan", *words, "--json")
+    """Without levers, which take most of the time and which nothing here asks for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "replan_levers", lambda *_: ())
+        code, out = run("plan", *words, "--json")
     return code, json.loads(out)
 
 

@@ -58,7 +58,7 @@ def test_a_predicted_step_is_written_beside_its_plan(tmp_path):
 @pytest.fixture
 def plan():
     request = msgspec.convert({"model": "gpt2", "hardware": {"device": "h100-sxm"}}, Request)
-    return api.plan(request)
+    return api.plan(request, levers=False)
 
 
 def test_streams_run_side_by_side(plan, tmp_path):

@@ -103,7 +103,9 @@ def show_two(page):
     shown = {said[0]: said[1:] for row in rows if (said := row.locator("td").all_text_contents())}
     wanted = ({"micro_batch": 16}, {"hardware.device": "a100-sxm-80", "task.sequence_length": 512})
     plans = [
-        api.plan(api.read("pythia-70m", changes={"hardware.device": "rtx-4090", **own}))
+        api.plan(
+            api.read("pythia-70m", changes={"hardware.device": "rtx-4090", **own}), levers=False
+        )
         for own in wanted
     ]
     sizes = [plan.memory.device_total for plan in plans]
@@ -167,7 +169,7 @@ def test_of_anothers_step_the_timeline_is_what_is_predicted(browser, server):
         page.wait_for_selector("#strip")
         assert "there is none of megatron's" in page.text_content("#no-certificate")
         assert page.locator("#certify").count() == 0
-        plan = api.plan(read_query(tuple({**RANKS, **more}.items())))
+        plan = api.plan(read_query(tuple({**RANKS, **more}.items())), levers=False)
         strip = api.draw_pipeline(plan)
         rows = page.locator("[aria-label='Ranks of the pipeline'] tbody tr").all()
         for slots, row in zip(strip.ranks, rows, strict=True):
@@ -206,7 +208,8 @@ def test_a_run_is_followed_and_compared(browser, server, run):
 
 def test_a_plan_is_exported_as_the_command_line_writes_it(browser, server, tmp_path):
     with opened(browser, server, f"export?{SMALL}&_to=axolotl") as page:
-        made = api.export(api.plan(api.read("pythia-70m", device="rtx-4090")), "axolotl")
+        plan = api.plan(api.read("pythia-70m", device="rtx-4090"), levers=False)
+        made = api.export(plan, "axolotl")
         (name,) = made.files
         page.wait_for_selector("pre.file")
         assert page.text_content("pre.file") == made.files[name]

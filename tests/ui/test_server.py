@@ -87,7 +87,7 @@ def test_a_pipeline_is_that_of_the_plan(server):
     changes = {
         key: read_value(key, text) for key, text in PIPELINE.items() if key != "model"
     }  # fmt: skip
-    plan = api.plan(api.read("gpt2", changes=changes))
+    plan = api.plan(api.read("gpt2", changes=changes), levers=False)
     status, _, body = ask(server, f"/api/pipeline?{query(PIPELINE)}")
     assert (status, json.loads(body)) == (200, json.loads(to_json(api.draw_pipeline(plan))))
     assert len(json.loads(body)["ranks"]) == 2
@@ -107,7 +107,7 @@ def test_of_many_ranks_the_searched_plan_is_certified(monkeypatch):
     request = api.read("pythia-70m", changes=many)
     with pytest.raises(NotCertified):
         api.draw_step(request)
-    assert certified == [api.plan(request).recipe]
+    assert certified == [api.plan(request, levers=False).recipe]
     assert certified[0].micro_batch > 1  # plain defaults would be one
     offloaded = api.read("pythia-70m", changes={**many, "offload": "activations"})
     with pytest.raises(NotCertified):

@@ -47,7 +47,7 @@ def find_certificate(target: str, say: Callable[[str], None]) -> Certificate:
             if known.exists() and (certificate := read_certificate(known)).recipe == made.recipe:
                 return certificate
             return _certify_now(made, say)
-    return _certify_now(search(read_own_problem(read(str(path)))), say)
+    return _certify_now(search(read_own_problem(read(str(path))), levers=False), say)
 
 
 def _certify_now(made: Plan, say: Callable[[str], None]) -> Certificate:

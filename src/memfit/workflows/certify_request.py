@@ -179,7 +179,7 @@ def _propose(plan: Plan, ways: Sequence[Request], limit: int, *, tight: bool) ->
             problem = problems.read_own_problem(replace(way, limits=limits))
         except InvalidRequest:  # what was stated held two others together
             continue
-        made = search.search(problem)
+        made = search.search(problem, levers=False)
         if made.recipe != plan.recipe:
             found.setdefault(made.recipe_digest, made)
     return list(found.values())
@@ -219,6 +219,7 @@ def _name(plan: Plan, made: Plan, proof: Certificate) -> Nearest:
 
 def _recipe_of(request: Request, changes: Mapping[str, Any]) -> Recipe | None:
     try:
-        return search.search(problems.read_own_problem(change(request, changes))).recipe
+        own = problems.read_own_problem(change(request, changes))
+        return search.search(own, levers=False).recipe
     except InvalidRequest:
         return None
