@@ -62,10 +62,13 @@ def test_a_20b_model_with_a_quantised_base_is_certified_to_fit_24_gb(
 def test_reinforcement_learning_is_certified_to_fit_24_gb(name, slots, peak_phase):
     """slots: bytes of eight answers' keys and values, and of the row that keeps a prompt's own."""
     plan = api.plan(api.read(RECIPES / f"{name}.yaml"), levers=False)
-    assert plan.memory.verdict == "unproven"
+    assert plan.memory.verdict == "fits"
     card = catalog.find_device(plan.recipe.device)
     certificate = make_certificate(plan.recipe, card, card.memory, None)
     assert certificate.memory.verdict == "fits"
-    assert certificate.memory.peak_phase == peak_phase
+    assert certificate.memory.peak_phase == plan.memory.peak_phase == peak_phase
+    assert plan.ledger.peak == pytest.approx(certificate.memory.peak_allocated, rel=0.005)
+    low, high = plan.memory.total_low, plan.memory.total_high
+    assert low <= certificate.memory.device_total <= high
     for phase in (Phase.PREFILL, Phase.DECODE):
         assert certificate.ledger.by_kind(phase)[Kind.KV_CACHE] == slots

@@ -16,7 +16,7 @@ from memfit.plan.request.wording import restate
 from memfit.records import from_data, to_data
 from memfit.records.recipe import Preference
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
-from memfit.records.request import Request
+from memfit.records.request import Request, change
 from memfit.train.measure.counters import measure
 from memfit.train.step.build import build_model
 from tiny_models import CONFIGS, make_recipe
@@ -31,6 +31,9 @@ print(json.dumps({
 }))
 """
 ROLLOUT = {"max_prompt_length": 16, "max_completion_length": 16}
+DEEP = {
+    **CONFIGS["llama"], "num_hidden_layers": 12, "head_dim": 64, "max_position_embeddings": 65536,
+}  # fmt: skip
 
 
 def ask(objective="grpo", **changes):
@@ -92,13 +95,39 @@ def test_a_batch_that_is_left_open_holds_whole_groups():
 
 
 @pytest.mark.parametrize("objective", ["grpo", "rloo"])
-def test_a_plan_of_an_update_promises_nothing_of_a_rollout(objective):
-    made = plan(ask(objective))
-    assert made.memory.verdict == "unproven"
-    assert "memory of rollouts is not predicted yet" in made.memory.because
-    assert (made.considered, made.levers) == ((), ())
-    assert api.predict(restate(made)).memory.verdict == "unproven"
-    assert api.plan(ask(objective)).levers == ()
+def test_a_plan_of_sampled_answers_has_a_verdict_over_all_phases(objective):
+    made = plan(ask(objective, allocator="expandable_segments:True"))
+    assert made.memory.verdict == "fits"
+    phases = [str(phase) for phase in made.ledger.phases]
+    assert phases[:3] == ["load", "prefill", "decode"]
+    assert api.predict(restate(made)).memory.verdict == "fits"
+    whole = plan(ask(objective))
+    assert whole.memory.verdict == "at_risk"
+    assert "expandable_segments:True` leaves little" in whole.memory.because
+    assert (
+        plan(ask(objective, hardware={"device": "cpu"}, limits={"memory": "2 GiB"})).memory.verdict
+        == "fits"
+    )
+
+
+def test_slots_decide_where_answers_are_long_and_many():
+    """By hand: a slot holds 2 x 12 layers x 2 heads x 64 elements of fp32 a token."""
+    many = ask(
+        model=DEEP, precision="fp32",
+        rollout={"max_prompt_length": 16, "max_completion_length": 2000, "num_generations": 64},
+        task={"global_batch": 64}, micro_batch=1,
+    )  # fmt: skip
+    made = plan(many)
+    slots = 2 * 12 * 2 * 64 * 4 * (64 * 2016 + 16)
+    held = {e.kind: e.nbytes for e in made.ledger.at(made.ledger.peak_phase)}
+    assert made.ledger.peak_phase in ("prefill", "decode")
+    assert held["kv_cache"] == slots
+    few = plan(restate_rows(many, 4))
+    assert few.ledger.peak < made.ledger.peak - slots * 0.8
+
+
+def restate_rows(request, rows):
+    return replace(request, rollout=replace(request.rollout, rows=rows))
 
 
 def test_an_update_that_does_not_fit_is_refuted_all_the_same():
@@ -107,10 +136,72 @@ def test_an_update_that_does_not_fit_is_refuted_all_the_same():
     )
 
 
-def test_what_fits_is_not_asked_yet():
-    for question in (lambda r: api.solve("micro_batch", r), api.plan_fitting):
-        with pytest.raises(InvalidRequest, match="memory of rollouts is not predicted yet"):
-            question(ask())
+def test_a_plan_that_does_not_fit_offers_what_a_rollout_can_do_without():
+    asked = ask(
+        limits={"memory": "900 MiB"}, hardware={"device": "cpu"}, micro_batch=1, method="full",
+        model=DEEP,
+        rollout={"max_prompt_length": 16, "max_completion_length": 2000, "num_generations": 64},
+        task={"global_batch": 64},
+    )  # fmt: skip
+    made = api.plan(asked)
+    assert made.memory.verdict == "does_not_fit"
+    ways = {key: way for way in made.ways_out for key in way.changes}
+    assert {"rollout.rows", "rollout.max_completion_length"} <= set(ways)
+    assert ways["rollout.rows"].exact
+    assert not ways["rollout.max_completion_length"].exact
+    for way in (ways["rollout.rows"], ways["rollout.max_completion_length"]):
+        assert plan(change(asked, way.changes)).memory.verdict == "fits"
+
+
+def test_levers_turn_the_keys_of_a_rollout():
+    made = api.plan(ask(method="lora", limits={"memory": "40 GiB"}))
+    keys = {key for lever in made.levers for key in lever.changes}
+    assert {
+        "allocator", "rollout.rows", "rollout.max_completion_length", "rollout.num_generations",
+    } <= keys  # fmt: skip
+    by_key = {tuple(lever.changes): lever for lever in made.levers}
+    assert "changes what is learned" in by_key[("rollout.max_completion_length",)].because
+    assert "changes what is learned" not in by_key[("rollout.rows",)].because
+    assert by_key[("allocator",)].fits
+
+
+@pytest.mark.parametrize(
+    ("field", "key"),
+    [("max_completion_length", "max_completion_length"), ("num_generations", "num_generations")],
+)
+def test_the_most_of_a_rollout_that_fits_is_found(field, key):
+    """The value found fits, and the next one does not."""
+    rollout = {"max_prompt_length": 16}
+    if field == "num_generations":
+        rollout["max_completion_length"] = 1000
+    asked = ask(
+        limits={"memory": "1200 MiB"}, hardware={"device": "cpu"}, method="full", micro_batch=1,
+        rollout=rollout, task={"global_batch": 64 if field != "num_generations" else "auto"},
+        model=DEEP,
+    )  # fmt: skip
+    solved = api.solve(field, asked)
+    assert solved.plan.memory.verdict == "fits"
+    assert getattr(solved.plan.recipe.rollout, key) == solved.value
+    verdicts = {one.value: one.verdict for one in solved.tried}
+    above = [value for value in verdicts if value > solved.value]
+    assert above
+    assert "fits" not in {verdicts[value] for value in above}
+    assert min(above) - solved.value == (1 if field == "num_generations" else 128)
+
+
+@pytest.mark.parametrize(
+    ("field", "objective", "said"),
+    [
+        ("max_completion_length", "sft", "samples no answers"),
+        ("num_generations", "sft", "samples no answers"),
+        ("sequence_length", "grpo", "a prompt and its answer"),
+    ],
+)
+def test_what_an_objective_has_not_is_not_solved_for(field, objective, said):
+    with pytest.raises(InvalidRequest) as error:
+        api.solve(field, ask(objective, rollout={}))
+    assert said in error.value.message
+    assert error.value.hint
 
 
 def test_a_plan_is_a_request_again():

@@ -18,6 +18,7 @@ from memfit.families.shared.forward import (
     apply_layer_norm,
     embedding,
     gelu_fast,
+    keep,
     module,
     project,
 )
@@ -108,10 +109,10 @@ class Bloom(Family):
         tokens = embedding(forward, weights["word_embeddings.weight"], forward.input_ids)
         x = apply_layer_norm(forward, weights, "word_embeddings_layernorm", tokens)
         slopes = meta.empty(meter, (heads,), "float32")
-        counted = meta.empty(meter, (forward.tokens,), "int64")
-        bias = meta.empty(meter, (heads, 1, forward.tokens), "float32")
+        counted = meta.empty(meter, (forward.reach,), "int64")
+        bias = meta.empty(meter, (heads, 1, forward.reach), "float32")
         del counted
-        bias = meta.empty(meter, (forward.batch * heads, 1, forward.tokens), "float32")
+        bias = meta.empty(meter, (forward.batch * heads, 1, forward.reach), "float32")
         bias = meta.cast(bias, x.dtype)
         return Embedded(x, (bias, causal_mask(forward, tokens.dtype)), (tokens, slopes))
 
@@ -151,14 +152,15 @@ def _attention(
     fused = project(forward, weights, "self_attention.query_key_value", x)
     whole = meta.view(fused, batch, tokens, a.heads, 3, a.head_dim)
     parts = [meta.transpose(meta.select(whole, 3), 1, 2) for _ in range(3)]
-    flat = (batch * a.heads, tokens, a.head_dim)
+    parts[1:] = keep(forward, parts[1], parts[2])
+    flat, reach = (batch * a.heads, -1, a.head_dim), forward.reach
     query = meta.reshape(parts[0], *flat)
     key = meta.transpose(meta.reshape(parts[1], *flat), 1, 2)
     value = meta.reshape(parts[2], *flat)
     scores = meta.add_multiply_batched(bias, query, key)
-    masked = meta.add(meta.view(scores, batch, a.heads, tokens, tokens), mask)
+    masked = meta.add(meta.view(scores, batch, a.heads, tokens, reach), mask)
     chances = meta.cast(meta.softmax_wide(masked), query.dtype)
-    rows = meta.view(chances, batch * a.heads, tokens, tokens)
+    rows = meta.view(chances, batch * a.heads, tokens, reach)
     context = meta.multiply_batched(rows, value)
     context = meta.view(context, batch, a.heads, tokens, a.head_dim)
     context = meta.reshape(meta.transpose(context, 1, 2), *x.shape)

@@ -18,6 +18,7 @@ from memfit.families.shared.forward import (
     Weights,
     apply_layer_norm,
     embedding,
+    keep,
     module,
     project,
 )
@@ -155,8 +156,9 @@ def _attention(
         meta.transpose(meta.view(part, *shape), 1, 2)
         for part in meta.split(fused, (width, width, width), 2)
     )
+    key, value = keep(forward, key, value)
     scores = meta.scale(meta.multiply_heads(query, meta.transpose(key, 2, 3)))
-    near = bias.viewed((a.heads, 1, x.shape[1]), bias.strides)
+    near = bias.viewed((a.heads, 1, forward.reach), bias.strides)
     scores = meta.add(scores, near)
     scores = meta.fill_masked(scores, mask)
     chances = meta.cast(meta.softmax(meta.cast(scores, "float32")), value.dtype)

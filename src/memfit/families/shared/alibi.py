@@ -5,10 +5,13 @@ from __future__ import annotations
 from memfit import meta
 from memfit.families.shared.forward import Forward
 from memfit.meta import Tensor
+from memfit.meta.attending.slots import Decode
 
 
 def causal_mask(forward: Forward, dtype: str) -> Tensor:
     """(batch, 1, tokens, tokens): 0 and the smallest number, by way of booleans."""
+    if isinstance(forward.slots, Decode):
+        return forward.slots.mask(forward.reach, dtype)
     meter, rows, tokens = forward.meter, forward.batch, forward.tokens
     indices = [meta.empty(meter, (n,), "int64") for n in (rows, 1)]
     for _ in ("query", "key"):

@@ -22,9 +22,11 @@ from memfit.parallelism.pipeline import shown_micro_batches, stage_model
 from memfit.parallelism.shards import cut_model, fullest_rank
 from memfit.plan.memory.explain import explain
 from memfit.plan.memory.rollouts import (
+    CALLS,
     Calls,
     cache_of,
     inputs_of_answers,
+    key_dtype,
     rest_of_answers,
     results_of_updates,
     scored_phases,
@@ -117,6 +119,29 @@ def predict_peak(model: Model, recipe: Recipe, device: Device, rank: int | None 
     if rank is None:
         return max(peak for _, peak in predict_stages(model, recipe, device))
     return max(sum(parts.values()) for parts in _peaks(model, recipe, device, rank).values())
+
+
+def predict_rollout(model: Model, recipe: Recipe, device: Device) -> int:
+    """The peak of sampling, which no knob of an update changes; 0 where nothing is sampled."""
+    if not recipe.samples:
+        return 0
+    plain = replace(
+        recipe, micro_batch=1, accumulation=recipe.global_batch, recompute_blocks=0,
+        selective_blocks=0, loss="plain", loss_chunk=0, steps=0, seed=0,
+    )  # fmt: skip
+    return _peak_of_calls(model, plain, device)
+
+
+@lru_cache(maxsize=64)
+def _peak_of_calls(model: Model, recipe: Recipe, device: Device) -> int:
+    peaks = _peaks(model, recipe, device, 0)
+    return max(sum(parts.values()) for phase, parts in peaks.items() if phase in CALLS)
+
+
+def predict_update(model: Model, recipe: Recipe, device: Device) -> int:
+    """The peak of the other phases of an iteration."""
+    peaks = _peaks(model, recipe, device, 0)
+    return max(sum(parts.values()) for phase, parts in peaks.items() if phase not in CALLS)
 
 
 def predict_stages(model: Model, recipe: Recipe, device: Device) -> Iterator[tuple[int, int]]:
@@ -283,16 +308,10 @@ class Outline:
         """What sizes a rollout's calls."""
         return Slots.of(recipe, find_limit(self.model.architecture))
 
-    def key_dtype(self, recipe: Recipe) -> str:
-        """Of keys and values: autocast's, where that is on, else the embedding's."""
-        if recipe.autocast:
-            return recipe.compute_dtype
-        return next(w.dtype for w in self.model.weights if w.part == "embedding")
-
     def calls(self, recipe: Recipe) -> Calls:
         """Prompts that are read, and a decoding step."""
         setting = without_history(self.setting)
-        return simulate_calls(setting, self.slots(recipe), self.key_dtype(recipe))
+        return simulate_calls(setting, self.slots(recipe), key_dtype(self.model, recipe))
 
     def scoring(self, recipe: Recipe, phase: Phase) -> Passes:
         """A forward that scores the tokens of a micro-batch."""
@@ -436,7 +455,7 @@ class _Step:
     def _roll_out(self) -> None:
         """Answers are sampled, and their tokens scored."""
         level, outline, recipe = self.level, self.outline, self.recipe
-        slots, dtype = outline.slots(recipe), outline.key_dtype(recipe)
+        slots, dtype = outline.slots(recipe), key_dtype(outline.model, recipe)
         cache = cache_of(outline.model.architecture, slots, dtype, self.device)
         walk_calls(level, cache, outline.calls(recipe), outline.counts)
         for number, phase in enumerate(scored_phases(recipe), start=1):

@@ -13,13 +13,14 @@ from memfit.plan.simulate.setting import Repeat
 from memfit.plan.simulate.updates import hold
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Phase
-from memfit.records.model import DTYPE_BYTES, Architecture
+from memfit.records.model import DTYPE_BYTES, Architecture, Model
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import scores_old
 
 FP32, INT64 = DTYPE_BYTES["float32"], DTYPE_BYTES["int64"]
 FIGURES = 6  # fp32 that an update's log has
 BATCH = (Kind.INPUT, "batch")
+CALLS = (Phase.PREFILL, Phase.DECODE)
 SCORED = (Phase.SCORE, Phase.REFERENCE)
 
 
@@ -61,6 +62,13 @@ def rest_of_answers(recipe: Recipe, device: Device, scored: int, *, advantages: 
     return {**batch, (Kind.TEMPORARY, OWNER): rows * (FP32 + FP32 * functions + 1)}
 
 
+def key_dtype(model: Model, recipe: Recipe) -> str:
+    """Of keys and values: autocast's, where that is on, else the embedding's."""
+    if recipe.autocast:
+        return recipe.compute_dtype
+    return next(w.dtype for w in model.weights if w.part == "embedding")
+
+
 def scored_phases(recipe: Recipe) -> tuple[Phase, ...]:
     """The forwards without a gradient before the update."""
     runs = scores_old(recipe.objective, recipe.policy), recipe.policy.beta > 0
@@ -95,7 +103,7 @@ def walk_calls(level: Level, cache: Parts, calls: Calls, counts: list[Repeat]) -
     held = dict(level.live)
     level.note(Phase.PREFILL)
     level.add(cache)
-    for phase, passes in ((Phase.PREFILL, calls.prefills), (Phase.DECODE, calls.decodes)):
+    for phase, passes in zip(CALLS, calls, strict=True):
         level.note(phase)
         for one in passes:
             before = dict(level.live)

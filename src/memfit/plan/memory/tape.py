@@ -38,8 +38,15 @@ from memfit.plan.memory.predicted_memory import (
     without_shape,
     worst_batch,
 )
+from memfit.plan.memory.rollouts import cache_sizes, key_dtype, scored_phases
 from memfit.plan.memory.saving import gather_chains
 from memfit.plan.simulate.blocks import AFTER_PRODUCT
+from memfit.plan.simulate.sampled.rollout import (
+    Slots,
+    find_admissions,
+    find_limit,
+    record_rollout,
+)
 from memfit.plan.simulate.setting import Batch, Recording, Setting
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Phase
@@ -139,6 +146,11 @@ def _record(setting: Setting, batch: Batch) -> Recording:
     return record_deep(setting, batch)
 
 
+@lru_cache(maxsize=4)
+def _record_calls(setting: Setting, slots: Slots, dtype: str) -> Recording:
+    return record_rollout(setting, slots, dtype, steps=True)
+
+
 def write_tape(model: Model, recipe: Recipe, device: Device) -> Tape:
     """Load, two optimizer steps, an evaluation and a save of the fullest rank, event by event."""
     return _Writer(model, recipe, device, find_fullest(model, recipe, device)[0]).write()
@@ -170,6 +182,8 @@ class _Writer:
         self._load()
         recording = _record(self.setting, batch)
         for first in (True, False):
+            if self.recipe.samples:
+                self._roll_out(batch)
             pieces = list(cut_pieces(recording, self.setting, first=first))
             playing = self._begin(recording.meter, pieces[0].start)
             for piece in pieces:
@@ -178,7 +192,8 @@ class _Writer:
             if self.setting.in_backward is None:
                 self._update()
             self._end_step(recording, playing)
-        self._evaluate(_record(without_history(self.setting), batch))
+        if not self.recipe.samples:
+            self._evaluate(_record(without_history(self.setting), batch))
         self._save()
         return Tape(self.codes, self.asks, self.cuts, self.phases)
 
@@ -329,6 +344,28 @@ class _Writer:
         self.drop([stacked, *norms])
         self.drop([self.hold(scalar), self.hold(scalar)])
         return norm
+
+    def _roll_out(self, batch: Batch) -> None:
+        """Prompts are read into slots, steps decode, and tokens are scored."""
+        recipe, meters = self.recipe, replace(without_history(self.setting), answers=None)
+        slots = Slots.of(recipe, find_limit(self.model.architecture))
+        dtype = key_dtype(self.model, recipe)
+        self.enter(Phase.PREFILL)
+        if self.threads == 2:  # the first product of all
+            self._begin_products()
+        cache = [self.hold(n) for n in cache_sizes(self.model.architecture, slots, dtype)]
+        calls = _record_calls(meters, slots, dtype)
+        prefills = len(find_admissions(slots))
+        for number, marks in enumerate(calls.passes):
+            self.enter(Phase.PREFILL if number < prefills else Phase.DECODE)
+            self._play_alone(calls.meter, [slice(marks[0].event, marks[-1].event)])
+        self.drop(cache)
+        for phase in scored_phases(recipe):
+            self.enter(phase)
+            of = "policy" if phase is Phase.SCORE else "reference"
+            recording = _record(replace(without_history(self.setting), scores=of), batch)
+            for _ in range(min(2, recipe.accumulation)):
+                self._play_alone(recording.meter, [slice(0, recording.stop)])
 
     def _evaluate(self, recording: Recording) -> None:
         """Two held-out micro-batches, after each of which gathered weights are freed."""

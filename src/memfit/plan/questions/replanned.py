@@ -17,7 +17,7 @@ from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Framework
 from memfit.plan.request.problem import Problem, divisors, read_problem
 from memfit.plan.search.choice import Choice, Found
-from memfit.plan.search.levers import head_extra
+from memfit.plan.search.levers import EXPANDABLE, head_extra
 from memfit.records.hardware import Device
 from memfit.records.recipe import Recipe
 from memfit.records.request import change, find_weights
@@ -73,10 +73,27 @@ def _list_knobs(problem: Problem, chosen: Choice) -> Iterator[dict[str, Any]]:
         whole = []
     for micro in [d for d in whole if d > recipe.micro_batch][:1]:
         yield {"micro_batch": micro}
+    yield from _rollouts(problem, recipe)
     if recipe.loss == "chunked":
         yield {"loss": "plain"}
     elif not head_extra(chosen.model):
         yield {"loss": "chunked"}
+
+
+def _rollouts(problem: Problem, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Of sampled answers: half as many in flight, longer ones, more of them to each prompt."""
+    if not recipe.samples:
+        return
+    rollout, batch = recipe.rollout, recipe.global_batch
+    if not recipe.allocator and not problem.device.is_cpu:
+        yield {"allocator": EXPANDABLE}
+    rows = rollout.rows or batch
+    if rows > 1:
+        yield {"rollout.rows": -(-rows // 2)}
+    if problem.request.task.sequence_length == "auto":
+        yield {"rollout.max_completion_length": 2 * rollout.max_completion_length}
+    twice = {"rollout.num_generations": 2 * rollout.num_generations}
+    yield {**twice, "task.global_batch": 2 * batch}
 
 
 def _inexact(problem: Problem, recipe: Recipe) -> Iterator[dict[str, Any]]:
@@ -140,4 +157,5 @@ def learns(recipe: Recipe) -> tuple[object, ...]:
     """The knobs on which the result of training depends."""
     own = recipe.optimizer
     stored = recipe.precision, own.name, own.stochastic_rounding
-    return recipe.method, recipe.coding, *stored
+    answers = (recipe.rollout.num_generations, recipe.rollout.width) if recipe.samples else ()
+    return recipe.method, recipe.coding, *stored, *answers

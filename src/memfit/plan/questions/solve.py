@@ -19,8 +19,8 @@ from memfit.core.units import show_bytes
 from memfit.objectives import find_objective
 from memfit.plan.questions.compare import place
 from memfit.plan.request.model_reference import find_reference
-from memfit.plan.request.objectives.sampled import refuse_fitting
-from memfit.plan.request.problem import find_device
+from memfit.plan.request.objectives.sampled import choose_rollout, samples
+from memfit.plan.request.problem import divisors, find_device
 from memfit.plan.search.candidates import node_size
 from memfit.records import Record
 from memfit.records.request import Hardware, Request, Task
@@ -29,14 +29,18 @@ from memfit.records.tables import Rows, Tabled
 
 GRAIN = 128  # tokens by which a sequence grows
 MOST_ROWS = 4096  # sequences of a micro-batch
+MOST_GENERATIONS = 1024  # answers to each prompt
 MOST_NODES = 2048  # tried for the fewest devices
 FIELDS = {
     "sequence_length": "the longest sequence, up to what the model was made for",
     "micro_batch": "the most sequences at once",
+    "max_completion_length": "the longest answers, within the positions of the model",
+    "num_generations": "the most answers to each prompt",
     "model": "the largest model of the catalogue",
     "devices": "the fewest devices",
 }
-OF_ONE_MODEL = ("sequence_length", "micro_batch")  # and of one offer: their least value is close
+# of one model and one offer: their least value is close
+OF_ONE_MODEL = ("sequence_length", "micro_batch", "max_completion_length", "num_generations")
 
 
 class Tried(Record, frozen=True, kw_only=True):
@@ -138,7 +142,6 @@ def solve(
     Raises InvalidRequest: a field that nobody solves for, or one that the request states.
     """
     check_field(field)
-    refuse_fitting(request)
     tries = Tries(request, field, find_plan)
     found = _SOLVERS[field](tries)
     tried = sorted(tries.made.values(), key=lambda t: str(t.value).zfill(9))
@@ -201,6 +204,12 @@ def _halve(values: Sequence[Any], attempt: Callable[[Any], Try]) -> Try | None:
 
 def _sequence(tries: Tries) -> Try | None:
     request = tries.request
+    if samples(request):
+        raise InvalidRequest(
+            f"`sequence_length` under `objective: {request.task.objective}`, whose rows are a"
+            " prompt and its answer",
+            hint="solve for `max_completion_length`",
+        )
     if request.task.sequence_length != "auto":
         raise InvalidRequest(
             f"`task.sequence_length: {request.task.sequence_length}` is stated already",
@@ -230,8 +239,58 @@ def _rows(tries: Tries) -> Try | None:
         task: Task = structs.replace(request.task, global_batch=rows * ranks)
         return tries(rows, structs.replace(request, task=task, micro_batch=rows))
 
+    if samples(request):  # a rollout's answers are as many throughout
+
+        def cut(rows: int) -> Try:
+            return tries(rows, structs.replace(request, micro_batch=rows))
+
+        return _halve(divisors(request.global_batch), cut)
     least = find_objective(request.task.objective).least_rows  # whole pairs
     return _halve(range(least, MOST_ROWS + 1, least), attempt)
+
+
+def _completions(tries: Tries) -> Try | None:
+    """Prompts are as long as the request says, or as memfit takes them."""
+    request = tries.request
+    _check_sampled(request, "max_completion_length")
+    longest = families.read_model(find_reference(request.model)).architecture.max_sequence
+    rest = longest - choose_rollout(request).max_prompt_length
+    values = [*range(GRAIN, rest, GRAIN), rest]
+
+    def attempt(length: int) -> Try:
+        rollout = structs.replace(request.rollout, max_completion_length=length)
+        return tries(length, structs.replace(request, rollout=rollout))
+
+    return _halve([value for value in values if value > 0], attempt)
+
+
+def _generations(tries: Tries) -> Try | None:
+    """A rollout has as many prompts throughout, so that the global batch follows."""
+    request = tries.request
+    _check_sampled(request, "num_generations")
+    if request.rollout.num_generations != "auto":
+        raise InvalidRequest(
+            f"`rollout.num_generations: {request.rollout.num_generations}` is stated already",
+            hint="leave it on `auto` to solve for it",
+        )
+    prompts = max(1, request.global_batch // request.generations)
+
+    def attempt(answers: int) -> Try:
+        rollout = structs.replace(request.rollout, num_generations=answers)
+        task: Task = structs.replace(request.task, global_batch=prompts * answers)
+        return tries(answers, structs.replace(request, task=task, rollout=rollout))
+
+    return _halve(range(2, MOST_GENERATIONS + 1), attempt)
+
+
+def _check_sampled(request: Request, field: str) -> None:
+    """Raise InvalidRequest for what only sampled answers have."""
+    if not samples(request):
+        raise InvalidRequest(
+            f"`objective: {request.task.objective}` samples no answers, so that it has no"
+            f" `rollout.{field}`",
+            hint="use `task.objective: grpo` or `rloo`, or solve for `sequence_length`",
+        )
 
 
 def _model(tries: Tries) -> Try | None:
@@ -269,4 +328,5 @@ def _devices(tries: Tries) -> Try | None:
 
 _SOLVERS: dict[str, Callable[[Tries], Try | None]] = {
     "sequence_length": _sequence, "micro_batch": _rows, "model": _model, "devices": _devices,
+    "max_completion_length": _completions, "num_generations": _generations,
 }  # fmt: skip

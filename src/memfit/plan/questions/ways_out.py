@@ -16,8 +16,10 @@ from memfit.catalog.prices import choose_price
 from memfit.core import units
 from memfit.core.errors import Error
 from memfit.core.wording import as_yaml
+from memfit.objectives import find_objective
 from memfit.plan.request.problem import find_device
 from memfit.plan.search.candidates import node_size
+from memfit.plan.search.levers import EXPANDABLE
 from memfit.records import to_data
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind
@@ -28,7 +30,7 @@ Planner = Callable[[Request], Plan | None]  # None: nothing fits
 MOST = 6  # ways that are kept
 MOST_DEVICES = 1024
 MOST_TRIED = 4  # device counts, and larger devices, that are planned
-SHORTEST = 512  # tokens of a row
+SHORTEST, SHORTEST_ANSWER = 512, 128  # tokens of a row, and of a sampled answer
 HEADROOM = 1.02  # of a limit above what the nearest miss needs
 STATIC = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE)  # what devices can divide
 # exact knobs that a request may have stated, and what leaves them to the planner
@@ -58,6 +60,7 @@ def find_ways_out(request: Request, nearest: Plan, find_plan: Planner) -> tuple[
     found: list[WayOut] = []
     for most, attempts in (
         (1, _knobs(request)), (1, _offloads(request)), (1, _limits(request, nearest)),
+        (1, _in_flight(nearest)),
         (2, _methods(request)), (1, _counts(request, nearest)), (1, _larger(request, nearest)),
         (1, _rows(request, nearest)),
     ):  # fmt: skip
@@ -138,12 +141,29 @@ def _knobs(request: Request) -> Iterator[Attempt]:
 
 
 def _offloads(request: Request) -> Iterator[Attempt]:
-    if request.offload != "none" or find_device(request.hardware.device).is_cpu:
+    sampled = find_objective(request.task.objective).samples  # no part of whose step can wait
+    if request.offload != "none" or sampled or find_device(request.hardware.device).is_cpu:
         return
     if request.devices == 1:
         yield Attempt("offload", "what can wait, in the host's memory", {"offload": "auto"})
     else:
         yield Attempt("offload", "shards in the host's memory", {"offload": "parameters"})
+
+
+def _in_flight(nearest: Plan) -> Iterator[Attempt]:
+    """Fewer answers at once, in more waves: a half, a quarter, ... of what they are."""
+    recipe = nearest.recipe
+    if not recipe.samples:
+        return
+    expands: dict[str, Any] = {}
+    if not recipe.allocator and not find_device(recipe.device).is_cpu:
+        expands = {"allocator": EXPANDABLE}  # without which nothing fits for certain
+        yield Attempt("knobs", "segments of memory that expand", expands)
+    rows = (recipe.rollout.rows or recipe.global_batch) // 2
+    while rows:
+        title = f"{rows} answers in flight" if rows > 1 else "one answer in flight"
+        yield Attempt("knobs", title, {"rollout.rows": rows, **expands})
+        rows //= 2
 
 
 def _limits(request: Request, nearest: Plan) -> Iterator[Attempt]:
@@ -238,12 +258,16 @@ def _held(request: Request, nearest: Plan) -> int:
 
 
 def _rows(request: Request, nearest: Plan) -> Iterator[Attempt]:
-    """Shorter rows: a half, a quarter, ... of what they are."""
+    """Shorter rows: a half, a quarter, ... of what they are; of sampled answers, shorter ones."""
     usable = nearest.memory.usable
     if usable is not None and _held(request, nearest) > usable * request.devices:
         return  # what does not depend on rows is too much alone
-    length = nearest.recipe.sequence_length // 2
-    while length >= SHORTEST:
-        changes = {"task.sequence_length": length}
-        yield Attempt("rows", f"rows of {length:,} tokens", changes)
+    key, what, longest = "task.sequence_length", "rows", nearest.recipe.sequence_length
+    shortest = SHORTEST
+    if nearest.recipe.samples:
+        key, what = "rollout.max_completion_length", "answers"
+        longest, shortest = nearest.recipe.rollout.max_completion_length, SHORTEST_ANSWER
+    length = longest // 2
+    while length >= shortest:
+        yield Attempt("rows", f"{what} of {length:,} tokens", {key: length})
         length //= 2

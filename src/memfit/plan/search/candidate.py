@@ -12,6 +12,7 @@ from memfit.plan.frameworks import NO_SLACK
 from memfit.plan.memory.predicted_memory import (
     predict_memory,
     predict_peak,
+    predict_rollout,
     predict_stages,
     with_blocks,
     without_shape,
@@ -20,12 +21,14 @@ from memfit.plan.memory.process import describe_process, find_process
 from memfit.plan.memory.tape import Replayed, has_tape, replay_run
 from memfit.plan.memory.verdict import (
     REPLAY,
+    SAMPLED,
     SLACK,
     Needed,
     describe_memory,
     find_needed,
     find_streams,
 )
+from memfit.plan.request.objectives.sampled import at_other_lengths
 from memfit.plan.request.problem import Problem
 from memfit.plan.search.estimate import Estimate, count_least
 from memfit.plan.simulate.recompute import RecomputedBlocks
@@ -154,7 +157,8 @@ class Candidate:
         if device.is_cpu:
             alone = self.recipe.parallel.world == 1
             return describe_process(self.ledger, device, usable, because, prepared=alone)
-        return describe_memory(self.ledger, device, usable, because, self.needed)
+        memory = describe_memory(self.ledger, device, usable, because, self.needed)
+        return at_other_lengths(self.recipe, device, memory)
 
     @cached_property
     def needed(self) -> Needed:
@@ -163,7 +167,8 @@ class Candidate:
         if device.is_cpu:
             return self._process(self.peak)
         if replayed is not None:
-            return find_needed(REPLAY, replayed.reserved, device, parallel)
+            slack = SAMPLED if self.recipe.samples else REPLAY
+            return find_needed(slack, replayed.reserved, device, parallel)
         return self._closed
 
     @cached_property
@@ -257,7 +262,8 @@ class Candidate:
     def _estimated(self) -> int:
         assert self.estimate is not None
         r = self.recipe
-        return self.estimate.peak(r.micro_batch, RecomputedBlocks.of(r), r.loss_chunk)
+        update = self.estimate.peak(r.micro_batch, RecomputedBlocks.of(r), r.loss_chunk)
+        return max(update, predict_rollout(self.model, r, self.problem.device))
 
     @property
     def needs(self) -> int:

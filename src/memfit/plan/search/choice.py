@@ -13,7 +13,6 @@ from memfit import __version__
 from memfit.plan.budget.cost import describe_cost
 from memfit.plan.memory.host_memory import describe_host, describe_rollouts, rollouts_on_host
 from memfit.plan.request.assumed import describe_assumed
-from memfit.plan.request.objectives.sampled import unproven, without_levers
 from memfit.plan.request.problem import Problem
 from memfit.plan.step_time.communication.traffic import describe_traffic
 from memfit.plan.step_time.predicted_time import (
@@ -88,13 +87,13 @@ def assemble(
         recipe_digest=recipe.digest,
         request=problem.request,
         recipe=recipe,
-        memory=unproven(recipe, choice.memory),
+        memory=choice.memory,
         time=time,
         cost=describe_cost(time, device, problem.request),
         ledger=choice.ledger,
         timeline=timeline,
-        considered=without_levers(recipe, considered),
-        levers=without_levers(recipe, levers),
+        considered=considered,
+        levers=levers,
         assumptions=(
             *problem.assumptions, *describe_assumed(problem.request, recipe),
             *problem.framework.describe_open(recipe), *choice.assumptions,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from memfit.plan.memory.predicted_memory import predict_update
 from memfit.plan.search.candidate import Candidate
 from memfit.plan.simulate.recompute import RecomputedBlocks
 
@@ -64,7 +65,8 @@ def anchor(best: Candidate) -> None:
     """Shift its estimate to its prediction."""
     r = best.recipe
     if best.estimate is not None:
-        best.estimate.anchor(best.peak, r.micro_batch, RecomputedBlocks.of(r), r.loss_chunk)
+        peak = predict_update(best.model, r, best.problem.device) if r.samples else best.peak
+        best.estimate.anchor(peak, r.micro_batch, RecomputedBlocks.of(r), r.loss_chunk)
 
 
 def trade(best: Candidate) -> Candidate:

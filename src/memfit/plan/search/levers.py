@@ -36,12 +36,15 @@ from memfit.records.recipe import (
 # what is decided alike whichever way the others stand; of these the result does not depend
 EXACT = (
     "recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation",
-    "optimizer.in_backward", "attention", "offload", "lean",
+    "optimizer.in_backward", "attention", "offload", "lean", "rollout.rows", "allocator",
 )  # fmt: skip
 UNCHANGED = (
     "micro_batch", "accumulation", "recompute_blocks", "selective_blocks", "loss", "loss_chunk",
-    "parallel", "offload", "lean",
+    "parallel", "offload", "lean", "rollout",
 )  # fmt: skip
+
+
+EXPANDABLE = "expandable_segments:True"
 
 
 class Lever(NamedTuple):
@@ -75,6 +78,9 @@ def knobs(recipe: Recipe, layers: int) -> dict[str, Any]:
         found["base_format"] = recipe.base_format
     if recipe.loss == "chunked":
         found["loss_chunk"] = recipe.loss_chunk
+    if recipe.samples:
+        found["rollout.rows"] = recipe.rollout.rows or "auto"
+        found["allocator"] = recipe.allocator
     if recipe.compares:
         found["preference.reference"] = recipe.preference.reference
     return found
@@ -116,6 +122,7 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
             yield replace(recipe, **recompute.knobs)
     for place in _places(problem, recipe, layers):
         yield replace(recipe, offload=place)
+    yield from _rollouts(problem, recipe)
     for micro in _micro_batches(recipe):
         yield replace(recipe, micro_batch=micro, accumulation=batch // micro)
     if recipe.loss == "chunked":
@@ -136,6 +143,19 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
             yield replace(recipe, attention=kernel)
 
 
+def _rollouts(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
+    """Fewer answers in flight, which take more waves, or more; and segments that expand."""
+    if not recipe.samples:
+        return
+    rollout, answers = recipe.rollout, recipe.global_batch
+    rows = rollout.rows or answers
+    for other in dict.fromkeys((-(-rows // 2), min(2 * rows, answers))):
+        if other != rows:
+            yield replace(recipe, rollout=replace(rollout, rows=other if other < answers else 0))
+    if not recipe.allocator and not problem.device.is_cpu:
+        yield replace(recipe, allocator=EXPANDABLE)
+
+
 def _micro_batches(recipe: Recipe) -> tuple[int, ...]:
     """The next smaller and the next larger one that learn the same."""
     if recipe.optimizer.in_backward or recipe.mismatches:
@@ -150,7 +170,7 @@ def _places(problem: Problem, recipe: Recipe, layers: int) -> tuple[Offload, ...
     """What else could wait in the host's memory; a CPU's own is that."""
     if recipe.offload != "none":
         return ("none",)
-    if problem.device.is_cpu or recipe.parallel.world > 1:
+    if problem.device.is_cpu or recipe.parallel.world > 1 or recipe.samples:
         return ()
     return ("activations", "optimizer") if layers > 1 else ("optimizer",)
 

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from memfit.core.system.collector import without_collecting
 from memfit.plan.frameworks import Framework, hinting
 from memfit.plan.questions.replanned import replan_levers
-from memfit.plan.request.objectives.sampled import refuse_fitting
 from memfit.plan.request.problem import Problem, read_problem
 from memfit.plan.search.choice import Explorer, Found
 from memfit.records.request import Request
@@ -30,7 +29,7 @@ def search(problem: Problem, *, levers: bool = True) -> Plan:
     """
     with hinting(problem.framework), without_collecting():
         plan, chosen = _find_best(problem)
-        if not levers or plan.memory.verdict == "does_not_fit" or plan.recipe.samples:
+        if not levers or plan.memory.verdict == "does_not_fit":
             return plan
         return replace(plan, levers=replan_levers(problem, chosen, _find_best))
 
@@ -40,7 +39,6 @@ def find_fitting(problem: Problem) -> Plan | None:
 
     Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`.
     """
-    refuse_fitting(problem.request)
     with hinting(problem.framework), without_collecting():
         found = find_explorer(problem.framework).find_fitting(problem)
         return None if found is None else found.plan

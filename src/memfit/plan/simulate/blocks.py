@@ -316,7 +316,16 @@ class Simulation:
         if self.setting.learns == "conversations":
             context = meta.empty(meter, shape, "int64", Kind.INPUT)
         rated = self._make_rated(shape) if self.setting.rates else None
-        return Inputs(input_ids, labels, position_ids, reference, context, rated)
+        answers = self._make_answers(shape)
+        return Inputs(input_ids, labels, position_ids, reference, context, rated, answers)
+
+    def _make_answers(self, shape: tuple[int, int]) -> tuple[Tensor, ...]:
+        """Which tokens count, advantages, and log-probabilities of before."""
+        answers = self.setting.answers
+        if answers is None or self.setting.scores:
+            return ()
+        shapes = [shape, shape[:1], *[shape] * (answers.old + answers.reference)]
+        return tuple(meta.empty(self.meter, one, "float32", Kind.INPUT) for one in shapes)
 
     def _make_rated(self, shape: tuple[int, int]) -> Rated:
         meter, rows = self.meter, shape[:1]

@@ -159,6 +159,7 @@ class Inputs(NamedTuple):
     reference: Tensor | None  # the reference's log-probabilities
     context: Tensor | None = None  # labels of what preferred rows say beside their answers
     rated: Rated | None = None
+    answers: tuple[Tensor, ...] = ()  # what of sampled ones their loss is computed with
 
 
 class Mark(NamedTuple):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from memfit.allocator.settings import read_settings
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import find_objective
+from memfit.records.hardware import Device
 from memfit.records.objectives import refuse_sampled
 from memfit.records.recipe import ADAPTED, Method, Recipe
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 from memfit.records.request import Request
-from memfit.records.results import Considered, Memory
+from memfit.records.results import Memory
 
-UNPREDICTED = "memory of rollouts is not predicted yet"
 # keys of `policy` that one of the objectives has, and how they stand where nobody states them
 OF_GRPO = {
     "loss_type": "auto", "delta": 0.0, "importance_sampling_level": "auto",
@@ -155,23 +156,17 @@ def describe_sampled(request: Request, recipe: Recipe) -> str:
     return ", ".join(parts)
 
 
-def unproven(recipe: Recipe, memory: Memory) -> Memory:
-    """The verdict on an update alone, which is a lower bound of the whole iteration."""
-    if not recipe.samples or memory.verdict == "does_not_fit":
+def at_other_lengths(recipe: Recipe, device: Device, memory: Memory) -> Memory:
+    """Answers of any lengths leave gaps between whole segments, which no replay has all of.
+
+    The same as a certificate says of segments that do not expand.
+    """
+    if not recipe.samples or device.is_cpu or memory.verdict != "fits":
         return memory
-    because = f"{UNPREDICTED}; of an update alone: {memory.because}"
-    return replace(memory, verdict="unproven", because=because)
-
-
-def refuse_fitting(request: Request) -> None:
-    """Raise InvalidRequest for a question whose answer rests on what fits."""
-    if samples(request):
-        raise InvalidRequest(
-            f"`objective: {request.task.objective}`: {UNPREDICTED}, so that nobody knows what fits",
-            hint="`memfit plan` shows an update's memory",
-        )
-
-
-def without_levers(recipe: Recipe, found: tuple[Considered, ...]) -> tuple[Considered, ...]:
-    """None of what rests on an update's memory alone."""
-    return () if recipe.samples else found
+    if read_settings(recipe.allocator).expandable_segments:
+        return memory
+    because = (
+        f"{memory.because}; answers of other lengths than those replayed may leave more unused:"
+        " `allocator: expandable_segments:True` leaves little"
+    )
+    return replace(memory, verdict="at_risk", because=because)

@@ -3,7 +3,7 @@ sampled from it, as train/generation/loop.py has them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from memfit import meta
 from memfit.core.system.collector import without_collecting
@@ -65,6 +65,12 @@ class Slots(Record, frozen=True, kw_only=True):
             return 0
         return min(-(-(self.tokens - 1) // self.reach) * self.reach, self.tokens)
 
+    @property
+    def shapes(self) -> tuple[int, ...]:
+        """What steps read, from the first one after the longest prompt on."""
+        first = -(-(self.prompt + 1) // self.reach) * self.reach
+        return (*range(min(first, self.columns), self.columns, self.reach), self.columns)
+
     def admissions(self) -> Iterator[Admission]:
         """Prompts are read while a slot is free, and all rows of a wave end together."""
         waiting, rest, later = self.answers, 0, False  # rest: answers that wait for a read prompt
@@ -86,14 +92,15 @@ class Slots(Record, frozen=True, kw_only=True):
                 waiting -= begun
 
 
-def record_rollout(setting: Setting, slots: Slots, dtype: str) -> Recording:
+def record_rollout(setting: Setting, slots: Slots, dtype: str, *, steps: bool = False) -> Recording:
     """A pass for each different admission, and one of the longest decoding step, if any.
 
-    setting: of a forward without a gradient; dtype: of keys and values.
+    setting: of a forward without a gradient; dtype: of keys and values. steps: with a pass of each
+    shape of the steps, the shortest first.
     """
     with without_collecting():
         calls = _Calls(setting, slots, dtype)
-        return calls.record()
+        return calls.record(slots.shapes if steps else (slots.columns,))
 
 
 class _Calls:
@@ -105,15 +112,15 @@ class _Calls:
         self.setting, self.slots, self.dtype = setting, slots, dtype
         self.meter = self.simulation.meter
 
-    def record(self) -> Recording:
+    def record(self, columns: Sequence[int]) -> Recording:
         passes = []
         for admission in find_admissions(self.slots):
             self.simulation.marks = []
             self._prefill(admission)
             passes.append(self.simulation.marks)
-        if self.slots.columns:
+        for reach in columns if self.slots.columns else ():
             self.simulation.marks = []
-            self._decode()
+            self._decode(reach)
             passes.append(self.simulation.marks)
         return Recording(self.meter, passes, len(self.meter.events), [], 0)
 
@@ -170,12 +177,12 @@ class _Calls:
             logits = meta.scale(logits)
         return logits
 
-    def _decode(self) -> None:
+    def _decode(self, columns: int) -> None:
         meter, slots, simulation = self.meter, self.slots, self.simulation
         rows = slots.rows
         simulation.mark("embedding", "embedding")
         after = self._keep_logits() if slots.group > 1 else None
-        now = Decode(meter, rows, slots.columns, slots.tokens, self.dtype, uneven=slots.reach > 1)
+        now = Decode(meter, rows, columns, slots.tokens, self.dtype, uneven=slots.reach > 1)
         ids = meta.empty(meter, (rows, 1), "int64")
         with meter.with_autocast(self.setting.autocast):
             forward = self._forward(ids, meta.unsqueeze(now.positions, 1), now)
