@@ -21,6 +21,7 @@ import accuracy_page
 import accuracy_time_page
 import answer_picture
 import click
+import coming_page
 import founding_page
 import frameworks_page
 import gpu_page
@@ -123,6 +124,7 @@ def main() -> None:
         DOCS / "cli.md": command_line(),
         DOCS / "workspaces.md": workspaces(),
         DOCS / "frameworks.md": frameworks_page.page(),
+        coming_page.PAGE: coming_page.page(),
         DOCS / "techniques.md": techniques_page.page(),
         DOCS / "scaling.md": scaling_page.page(),
         DOCS / "scaling.svg": scaling_page.plot(),

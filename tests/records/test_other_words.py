@@ -19,6 +19,7 @@ VALUES = {  # a value as its trainer writes it; `true` where the word is a switc
     "optimizer.floor": 0.1, "optimizer.learning_rate": 2e-5,
 }  # fmt: skip
 OWN = {
+    **dict.fromkeys(("chat_template", "chat_template_path", "chat_template_jinja"), "own.jinja"),
     "bnb_4bit_quant_type": "nf4", "mixed_precision": "bf16", "torch_dtype": "torch.bfloat16",
     "dtype": "float32", "attn_implementation": "flash_attention_2", "optim": "adamw_torch_fused",
     "lr_scheduler_type": "cosine", "lr_scheduler": "constant_with_warmup", "adapter": "qlora",

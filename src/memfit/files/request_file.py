@@ -28,6 +28,8 @@ KEYS = {
     " rloo (rewards of sampled answers)",
     "task.data": "text, JSONL, CSV or parquet file, or a folder of them; not needed to plan",
     "task.evaluation": "held-out data of the same kinds",
+    "task.chat_template": "a Jinja file, or its text, in place of the tokenizer's own",
+    "task.learns": "of conversations under sft: answers | last-answer | all",
     "task.sequence_length": "tokens; auto: the model's own, up to 4096; of sampled"
     " answers a prompt's and its answer's",
     "task.packing": "fill rows with whole documents, each seeing only itself; auto: not of pairs"

@@ -196,6 +196,18 @@ WORDS: dict[str, Word] = {
          "sequence_length", "n_ctx", "context"),
         _LENGTH,
     ),
+    **dict.fromkeys(
+        ("chat_template", "chat_template_path", "chat_template_jinja"),
+        _key("task.chat_template", "a file in Jinja, or its text; unset, the tokenizer's own"),
+    ),
+    **dict.fromkeys(
+        ("train_on_inputs", "train_on_prompt"),
+        _switch({"task.learns": "all", "task.objective": "sft"}),
+    ),
+    "mask_history": _switch({"task.learns": "last-answer", "task.objective": "sft"}),
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss"), _switch({"task.objective": "sft"}),
+    ),
     "packing": _key("task.packing"), "sample_packing": _key("task.packing"),
     **dict.fromkeys(("num_epochs", "num_train_epochs", "epochs", "n_epochs"), _key("task.epochs")),
     "max_steps": _key("task.steps"), "steps": _key("task.steps"),
@@ -242,6 +254,7 @@ WORDS: dict[str, Word] = {
     "sdp_attention": _switch({"attention": "flash"}),
     "xformers_attention": _switch({"attention": "efficient"}),
     "torch_compile": _compile, "compile_model": _compile,
+    "enable_liger_kernel": _switch({"lean": "all", "loss": "chunked"}),
     "liger_kernel": _switch({"lean": "all", "loss": "chunked"}),
     "use_liger_kernel": _switch({"lean": "all", "loss": "chunked"},
                                 note="or `options: {use_liger_kernel: true}` of `framework: trl`"),
@@ -312,7 +325,7 @@ WORDS: dict[str, Word] = {
     **dict.fromkeys(
         ("save_strategy", "logging_steps", "report_to", "run_name",
          "eval_strategy", "evaluation_strategy", "push_to_hub", "wandb_project", "device_map",
-         "chat_template", "template", "dataset_text_field", "group_by_length",
+         "template", "dataset_text_field", "group_by_length",
          "remove_unused_columns", "dataloader_num_workers", "random_state", "val_set_size",
          "special_tokens", "trust_remote_code", "do_train", "overwrite_output_dir"),
         _UNSEEN,

@@ -72,12 +72,17 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1, description="a number from 
 Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5, description="a number from 0 to below 0.5")]
 
 
+Learns = Literal["answers", "last-answer", "all"]
+
+
 class Task(Record, frozen=True, kw_only=True):
     """What to train on, and for how long."""
 
     objective: Objective = "pretrain"
     data: str = ""  # text, JSONL, CSV or parquet file, or a folder; "" while only planning
     evaluation: str = ""  # held-out data of the same kinds
+    chat_template: str = ""  # in Jinja, or a file of it; "": the tokenizer's own
+    learns: Learns = "answers"  # of conversations under `sft`
     sequence_length: Positive | Auto = "auto"
     packing: Truth | Auto = "auto"  # auto: except of pairs, which are compared row by row
     global_batch: Rows | Auto = "auto"  # auto: 16, or the next number that all ranks can share
@@ -386,6 +391,12 @@ class Request(Record, frozen=True, kw_only=True):
             raise InvalidRequest(
                 f"`task.{lengths[0]}` and `task.{lengths[1]}` both say how long to train",
                 hint="keep one of steps, epochs, tokens",
+            )
+        if self.task.learns != "answers" and self.task.objective != "sft":
+            raise InvalidRequest(
+                f"`task.learns: {self.task.learns}` is of `objective: sft`, and the objective is"
+                f" `{self.task.objective}`",
+                hint="leave `task.learns` out",
             )
         if self.base_format != "auto":
             check_base_format(self.base_format)

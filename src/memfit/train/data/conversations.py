@@ -130,8 +130,9 @@ def render(contents: Sequence[tuple[Content, str]], tokenizer: Tokenizer) -> lis
         if isinstance(content, Dialogue):
             text, spans = next(rendered)
             examples.append(Example(text, tuple(spans), False, place))
-        elif content.answer is None:
-            examples.append(Example(content.prompt, None, True, place))
+        elif content.answer is None or tokenizer.chat_settings.learns == "all":
+            text = content.prompt + (content.answer or "")
+            examples.append(Example(text, None, True, place))
         else:
             text = content.prompt + content.answer
             examples.append(Example(text, ((len(content.prompt), len(text)),), True, place))

@@ -29,8 +29,10 @@ from memfit.train.data.readers import Sources, find_sources
 from memfit.train.data.sampler import Sampler, build_rows, build_sampler
 from memfit.train.data.shards.split import read_texts
 from memfit.train.data.tokenizer import (
+    Chat,
     Tokenizer,
     is_without_tokenizer,
+    read_template,
     read_tokenizer,
     train_tokenizer,
 )
@@ -93,9 +95,10 @@ def find_tokenizer(
     trained for it has the config's vocabulary and is cached.
     """
     source = request.tokenizer or reference.source
+    chat = Chat(read_template(request.task.chat_template), request.task.learns)
     scratch = not request.tokenizer and find_weights(request, reference) == "random"
     if source and not (scratch and is_without_tokenizer(source)):
-        return read_tokenizer(source)
+        return read_tokenizer(source, chat)
     vocab = read_model(reference).architecture.vocab
     facts = json.dumps([vocab, [s.sha256 for s in sources.files]])
     root = (cache or cache_folder()) / "tokenizers"
@@ -108,7 +111,7 @@ def find_tokenizer(
                 f"cannot write the tokenizer `{folder}`: {error.strerror}",
                 hint="free space there, or set MEMFIT_CACHE to a folder with room",
             ) from None
-    return read_tokenizer(str(folder))
+    return read_tokenizer(str(folder), chat)
 
 
 def _train_into(folder: Path, texts: Iterable[str], vocab: int) -> None:

@@ -8,16 +8,27 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit.core.errors import Error, InvalidRequest
 from memfit.train.data import words
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # of transformers alone
 END_OF_TEXT = "<|endoftext|>"
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 Talk = tuple[Sequence[Mapping[str, Any]], int]  # messages; the first whose answers count
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
+
+
+class Chat(NamedTuple):
+    """How conversations are written and learned where a request says so."""
+
+    template: str = ""  # in Jinja; "": the tokenizer's own
+    learns: str = "answers"  # or last-answer, or all
+
+
+PLAIN = Chat()
 
 
 class Tokenizer:
@@ -27,14 +38,19 @@ class Tokenizer:
     (None when the tokenizer has none); `fingerprint` changes when any id could change.
     """
 
-    def __init__(self, wrapped: Any, source: str) -> None:
+    def __init__(self, wrapped: Any, source: str, chat: Chat = PLAIN) -> None:
+        if chat.template:
+            wrapped.chat_template = chat.template
         self.wrapped = wrapped
+        self.chat_settings = chat
         self.source = source
         self.vocab: int = 1 + max(wrapped.get_vocab().values(), default=-1)
         self.end: int | None = wrapped.eos_token_id
         opening = list(wrapped("")["input_ids"])
         self.start: tuple[int, ...] = tuple(i for i in opening if i != self.end)
         self.fingerprint = _fingerprint(wrapped)
+        if chat.learns != "answers":
+            self.fingerprint += f" {chat.learns}"
         self._direct = _is_plain(wrapped)
         self._cuts: bool | None = None  # whether long texts may be cut; None: not looked up yet
 
@@ -146,6 +162,10 @@ class Tokenizer:
             "use an instruction-tuned model's tokenizer, or `prompt` and `completion`"
         )
         wholes = self._render([messages for messages, _ in talks], prompt=False)
+        if self.chat_settings.learns == "all":
+            return [(whole, [(0, len(whole))]) for whole in wholes]
+        if self.chat_settings.learns == "last-answer":
+            talks = [(messages, max(first, _find_last(messages))) for messages, first in talks]
         if GENERATION.search(self.wrapped.get_chat_template()):
             return list(zip(wholes, self._marked(talks, wholes), strict=True))
         answers = [
@@ -256,13 +276,49 @@ class Tokenizer:
         self.wrapped.save_pretrained(str(folder))
 
 
+def _find_last(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Where the last answer of a conversation stands; 0 where there is none."""
+    return max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
+
+
+def read_template(stated: str) -> str:
+    """A chat template in Jinja, or the text of the file that a request names.
+
+    Raises InvalidRequest for a text that is neither, and for one that Jinja cannot read.
+    """
+    if not stated:
+        return ""
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    text, source = stated, "`task.chat_template`"
+    if "{{" not in stated and "{%" not in stated:
+        path = Path(stated).expanduser()
+        if not path.is_file():
+            raise InvalidRequest(
+                f"`task.chat_template: {stated}` is no file and no Jinja template",
+                hint="name a .jinja file: a tokenizer's own is its `chat_template.jinja`",
+            )
+        text, source = path.read_text(encoding="utf-8"), f"`{path}`"
+    try:
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(
+            GENERATION_MARKS.sub("", text)
+        )
+    except TemplateSyntaxError as error:
+        raise InvalidRequest(
+            f"{source} is no template that Jinja reads: line {error.lineno}: {error.message}",
+            hint="a tokenizer's own is its `chat_template.jinja`",
+        ) from None
+    return text
+
+
 def is_without_tokenizer(source: str) -> bool:
     """Whether this is a folder that holds no file of a tokenizer."""
     folder = Path(source).expanduser()
     return folder.is_dir() and not any((folder / name).exists() for name in FILES)
 
 
-def read_tokenizer(source: str) -> Tokenizer:
+def read_tokenizer(source: str, chat: Chat = PLAIN) -> Tokenizer:
     """The tokenizer of a folder or a hub id.
 
     Raises InvalidRequest when there is none or its files cannot be read.
@@ -280,9 +336,10 @@ def read_tokenizer(source: str) -> Tokenizer:
         if folder.is_dir() and not (folder / "tokenizer_config.json").exists():
             file = folder / "tokenizer.json"
             if file.exists():
-                return Tokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file)), source)
+                wrapped = PreTrainedTokenizerFast(tokenizer_file=str(file))
+                return Tokenizer(wrapped, source, chat)
         path = str(folder) if folder.is_dir() else source
-        return Tokenizer(AutoTokenizer.from_pretrained(path), source)
+        return Tokenizer(AutoTokenizer.from_pretrained(path), source, chat)
     except Error:
         raise
     except Exception as error:  # the libraries below raise bare Exception, too

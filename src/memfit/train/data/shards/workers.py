@@ -29,7 +29,7 @@ from memfit.core.units import KIB, MIB
 from memfit.train.data.shards.encode import encode_shard
 from memfit.train.data.shards.parts import write_part
 from memfit.train.data.shards.split import SHARD, Item
-from memfit.train.data.tokenizer import Tokenizer, read_tokenizer
+from memfit.train.data.tokenizer import Chat, Tokenizer, read_tokenizer
 
 ENOUGH = 4 * SHARD  # bytes of data: fewer are tokenised sooner than processes start
 AHEAD = 4  # shards for each process that may be finished before an earlier one is
@@ -49,6 +49,7 @@ class Order(NamedTuple):
 
     source: str  # of the tokenizer
     fingerprint: str
+    chat: tuple[str, str]  # of `tokenizer.Chat`
     objective: str
     folder: Path  # for parts
     pipes: tuple[int, ...]  # file descriptors, one a process
@@ -172,7 +173,10 @@ def start_workers(
 def _start(tokenizer: Tokenizer, objective: str, folder: Path, free: int) -> Workers | None:
     pairs = [Pipe() for _ in range(_count_cores())]
     theirs = tuple(there.fileno() for _, there in pairs)
-    order = Order(tokenizer.source, tokenizer.fingerprint, objective, folder, theirs)
+    template, learns = tokenizer.chat_settings
+    order = Order(
+        tokenizer.source, tokenizer.fingerprint, (template, learns), objective, folder, theirs
+    )
     child = subprocess.Popen(
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=theirs,
@@ -204,7 +208,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that started this decides
     sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do without; it is large
     order: Order = pickle.load(sys.stdin.buffer)
-    tokenizer = read_tokenizer(order.source)
+    tokenizer = read_tokenizer(order.source, Chat(*order.chat))
     if tokenizer.fingerprint != order.fingerprint:
         return
     gc.collect()
