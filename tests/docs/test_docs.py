@@ -96,7 +96,7 @@ def test_every_command_of_the_page_on_certificates_runs(tmp_path, monkeypatch):
     monkeypatch.delenv("MEMFIT_NO_CACHE")  # the page certifies one request again and again
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
     commands = [line for body in blocks(text, "sh") for line in body.splitlines()]
-    assert len(commands) == 9
+    assert len(commands) == 10
     seen = {}
     for command in commands:
         name, *arguments = shlex.split(command, comments=True)
