@@ -13,6 +13,7 @@ from memfit.accuracy.decode_errors import DecodeCompared, decode_errors_of
 from memfit.accuracy.time_errors import NEAR, TimeAccuracy, TimeGroup, compare_times
 
 FIGURES = Path(__file__).resolve().parent.parent / "bench" / "results" / "accuracy_time.json"
+CHECKED = FIGURES.parent / "rollout_seconds.json"
 TOLERANCE = 5e-3  # of a figure: a few rows more move it by as much
 COARSE = {"time: layouts missed": 0.02}  # one job of sixty
 HEAD = """# How far off predicted step times are
@@ -112,7 +113,21 @@ def decoding(rates: Sequence[DecodeCompared]) -> str:
             f" {r.launches} | {r.tokens_per_second:,.4g} | {c.predicted:,.4g} | {c.ratio:.2f} |"
             f" {r.split} | [{r.source}]({r.url}) |"
         )
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", checked(), ""])
+
+
+def checked() -> str:
+    """What iterations on a CPU took of what was planned for them."""
+    cases = json.loads(CHECKED.read_text(encoding="utf-8"))["cases"]
+    said = []
+    for phase in ("rollout", "score", "update"):
+        ratios = [case[phase]["ratio"] for case in cases.values() if phase in case]
+        said.append(f"{phase} {min(ratios):.2f} to {max(ratios):.2f}")
+    return (
+        f"A sanity check on one CPU, whose speed is measured as a run's start does:"
+        f" iterations of {len(cases)} tiny models took, of the seconds planned,"
+        f" {', '.join(said)} (`bench/rollout_seconds.py`)."
+    )
 
 
 def table(way: str, groups: Sequence[TimeGroup]) -> str:

@@ -93,6 +93,7 @@ def predict_rate(row: DecodeRow) -> float:
 
 
 def _seconds(step: Step, row: DecodeRow, decoding: Decoding) -> float:
+    step = step._replace(waiting=0.0)  # engines that sample a whole batch at once
     if row.cache == "grown":
         step = step._replace(cache=3 * step.cache)  # read and written beside being read
     return step.on_device if row.launches == "graph" else step_seconds(step, decoding.device)

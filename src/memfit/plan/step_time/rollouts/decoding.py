@@ -39,6 +39,9 @@ OUTSIDE = 42
 EIGHT, EIGHT_PLAIN = 20, 9
 FUSED, UNPACKED, DOUBLED = 3, 8, 3
 
+# s of Python for each row, while the device waits for the next tokens: bench/rollout_seconds.py
+EACH_ROW, EACH_ANSWER = 2e-6, 2e-5  # in a step; once, when it begins
+
 DENSE_CAST = 2 + 2  # bytes of a 16-bit copy of a weight: written, and read by the product
 SAMPLING = 44  # bytes that sampling moves for a logit: fp32, logsumexp, exp, cumulated in fp64
 # of one score: written, its mask added, softmax in fp32, cast, read (`train/generation/attending`)
@@ -67,6 +70,7 @@ class Step(NamedTuple):
     around: float  # what is between products, and sampling
     kernels: float  # the least that so many kernels take
     host: float  # launches
+    waiting: float  # for Python, row by row
 
     @property
     def on_device(self) -> float:
@@ -78,8 +82,8 @@ class Step(NamedTuple):
 def step_seconds(step: Step, device: Device) -> float:
     """Of one step; a processor launches nothing ahead, so that its seconds add up."""
     if device.is_cpu:
-        return step.on_device - step.kernels + step.host
-    return float(beside(step.on_device, step.host))
+        return step.on_device - step.kernels + step.host + step.waiting
+    return float(beside(step.on_device, step.host)) + step.waiting
 
 
 def time_step(decoding: Decoding, columns: int) -> Step:
@@ -107,6 +111,7 @@ def time_step(decoding: Decoding, columns: int) -> Step:
         kernels=operations * KERNEL,
         host=operations * (machine.own.launch or rates.launch / WHOLE)
         + blocks * (1 - shape.plain) * rates.expert_launch / 3,
+        waiting=EACH_ROW * rows,
     )
 
 

@@ -14,7 +14,7 @@ from memfit.families.capabilities.kv_cache import cache_bytes
 from memfit.plan.step_time.arrays import beside
 from memfit.plan.step_time.block import score_head, spend, time_block
 from memfit.plan.step_time.rates import Setting
-from memfit.plan.step_time.rollouts.decoding import Decoding, step_seconds, time_step
+from memfit.plan.step_time.rollouts.decoding import EACH_ANSWER, Decoding, step_seconds, time_step
 from memfit.plan.step_time.step import Parts, predict_step
 from memfit.records.hardware import Device
 from memfit.records.model import Architecture
@@ -141,7 +141,7 @@ def _prefill(setting: Setting, recipe: Recipe, counts: Counts, device: Device) -
 
 def _decode(decoding: Decoding, counts: Counts) -> Phase:
     """Token after token of all rows in flight; the first one comes with the prompt's logits."""
-    rollout, seconds = decoding.recipe.rollout, 0.0
+    rollout, seconds = decoding.recipe.rollout, EACH_ANSWER * counts.answers
     last = counts.answers - (counts.waves - 1) * counts.rows
     whole = counts.prompt + counts.completion
     for rows, waves in ((counts.rows, counts.waves - 1), (last, 1)):
