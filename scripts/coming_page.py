@@ -73,6 +73,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("dpo", axolotl="rl", llamafactory="stage"),
         Row("train.jsonl", "dataset_name", "datasets", "dataset"),
         Row("held_out.jsonl", llamafactory="eval_dataset"),
+        Row(0.05, axolotl="val_set_size", llamafactory="val_size"),
         Row(4096, "max_length", "sequence_len", "cutoff_len"),
         Row("own.jinja", "chat_template_path", "chat_template_jinja"),
         Row(True, "assistant_only_loss"),

@@ -28,6 +28,7 @@ KEYS = {
     " rloo (rewards of sampled answers)",
     "task.data": "text, JSONL, CSV or parquet file, or a folder of them; not needed to plan",
     "task.evaluation": "held-out data of the same kinds",
+    "task.evaluation_share": "of the documents of task.data, held out of training, such as 0.05",
     "task.chat_template": "a Jinja file, or its text, in place of the tokenizer's own",
     "task.learns": "of conversations under sft: answers | last-answer | all",
     "task.sequence_length": "tokens; auto: the model's own, up to 4096; of sampled"

@@ -141,6 +141,14 @@ def _times(value: Any) -> Answer:
     )
 
 
+def _share(value: Any) -> Answer:
+    if _is_off(value):
+        return Answer({}, "leave it out: nothing is held out unless it is stated")
+    if isinstance(value, int | float) and value < 1:
+        return Answer({"task.evaluation_share": value})
+    return Answer({"task.evaluation_share": 0.05}, "a share of the documents, not their number")
+
+
 def _metric(value: Any) -> Answer:
     name = str(value).removeprefix("eval_")
     return Answer({"run.best_by": "loss" if _is_off(value) else name})
@@ -189,6 +197,7 @@ WORDS: dict[str, Word] = {
         ("dataset", "datasets", "dataset_name", "train_file", "train_data", "dataset_path"),
         _key("task.data"),
     ),
+    "val_size": _share, "val_set_size": _share,
     "eval_dataset": _key("task.evaluation"), "validation_file": _key("task.evaluation"),
     **dict.fromkeys(
         ("seq_len", "seqlen", "max_seq_len", "max_seq_length", "max_length", "sequence_len",
@@ -326,7 +335,7 @@ WORDS: dict[str, Word] = {
         ("save_strategy", "logging_steps", "report_to", "run_name",
          "eval_strategy", "evaluation_strategy", "push_to_hub", "wandb_project", "device_map",
          "template", "dataset_text_field", "group_by_length",
-         "remove_unused_columns", "dataloader_num_workers", "random_state", "val_set_size",
+         "remove_unused_columns", "dataloader_num_workers", "random_state",
          "special_tokens", "trust_remote_code", "do_train", "overwrite_output_dir"),
         _UNSEEN,
     ),

@@ -81,6 +81,7 @@ class Task(Record, frozen=True, kw_only=True):
     objective: Objective = "pretrain"
     data: str = ""  # text, JSONL, CSV or parquet file, or a folder; "" while only planning
     evaluation: str = ""  # held-out data of the same kinds
+    evaluation_share: Fraction = 0.0  # of the data's documents, held out of training
     chat_template: str = ""  # in Jinja, or a file of it; "": the tokenizer's own
     learns: Learns = "answers"  # of conversations under `sft`
     sequence_length: Positive | Auto = "auto"
@@ -391,6 +392,18 @@ class Request(Record, frozen=True, kw_only=True):
             raise InvalidRequest(
                 f"`task.{lengths[0]}` and `task.{lengths[1]}` both say how long to train",
                 hint="keep one of steps, epochs, tokens",
+            )
+        if self.task.evaluation and self.task.evaluation_share:
+            raise InvalidRequest(
+                f"`task.evaluation: {self.task.evaluation}` and `task.evaluation_share:"
+                f" {self.task.evaluation_share:g}` both say what is held out",
+                hint="keep one of the two",
+            )
+        if self.task.evaluation_share and find_objective(self.task.objective).samples:
+            raise InvalidRequest(
+                f"`task.evaluation_share: {self.task.evaluation_share:g}` under `objective:"
+                f" {self.task.objective}`, which evaluates nothing",
+                hint="leave `task.evaluation_share` out",
             )
         if self.task.learns != "answers" and self.task.objective != "sft":
             raise InvalidRequest(

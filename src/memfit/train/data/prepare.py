@@ -23,7 +23,7 @@ from memfit.families.capabilities.limits import choose_packing
 from memfit.objectives import find_objective
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Recipe
-from memfit.records.request import Request, find_weights
+from memfit.records.request import Request, Task, find_weights
 from memfit.records.shapes import RowBounds
 from memfit.train.data.readers import Sources, find_sources
 from memfit.train.data.sampler import Sampler, build_rows, build_sampler
@@ -36,7 +36,7 @@ from memfit.train.data.tokenizer import (
     read_tokenizer,
     train_tokenizer,
 )
-from memfit.train.data.tokens import Corpus, Say, read_corpus
+from memfit.train.data.tokens import Corpus, Say, divide, read_corpus
 from memfit.train.rl.judging import check_rewards
 from memfit.train.rl.prompts import (
     PromptRows,
@@ -80,6 +80,9 @@ def read_data(
         return Data(tokenizer, read_prompts(sources, tokenizer), None)
     training = read_corpus(sources, tokenizer, task.objective, cache, memory=memory, say=say)
     held_out = None
+    if task.evaluation_share:
+        together = 2 if find_objective(task.objective).pairs else 1
+        training, held_out = divide(training, task.evaluation_share, request.seed, together)
     if task.evaluation:
         evaluation = find_sources(task.evaluation, cache)
         held_out = read_corpus(evaluation, tokenizer, task.objective, cache, memory=memory, say=say)
@@ -189,6 +192,13 @@ def build_samplers(
         return training, None
     # the order of what is held out, and so the rows of a sample, are the same for every seed
     same = replace(recipe, seed=0)
-    held_out = build_sampler(data.held_out, same, request.task.evaluation, rank)
+    held_out = build_sampler(data.held_out, same, _name_held_out(request.task), rank)
     held_out.padding = data.tokenizer.padding
     return training, held_out
+
+
+def _name_held_out(task: Task) -> str:
+    """How messages call the held-out data."""
+    if task.evaluation:
+        return task.evaluation
+    return f"{task.evaluation_share:.0%} of {task.data}"

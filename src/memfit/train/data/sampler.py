@@ -327,7 +327,7 @@ def build_rows(
     if cut:
         lengths, more = _fit(corpus, width, name)
         told += more
-    elif int((lengths - 1).sum()) == 0:
+    elif lengths.max(initial=0) < 2:
         raise InvalidRequest(f"`{name}` has no token that another one predicts")
     rows: Rows
     if find_objective(objective).pairs:
@@ -369,7 +369,7 @@ def _fit(corpus: Corpus, width: int, name: str) -> tuple[Array, list[str]]:
     if not lengths.any():
         raise InvalidRequest(
             f"no example of `{name}` has an answer within sequence_length {width}",
-            hint=f"the shortest example has {int(corpus.lengths.min())} tokens",
+            hint=f"the shortest example has {_find_shortest(corpus)} tokens",
         )
     told = []
     if cut := len(long) - refused:
@@ -377,3 +377,8 @@ def _fit(corpus: Corpus, width: int, name: str) -> tuple[Array, list[str]]:
     if refused:
         told.append(f"{refused} examples of `{name}` are left out: no answer within {width} tokens")
     return lengths, told
+
+
+def _find_shortest(corpus: Corpus) -> int:
+    lengths = corpus.lengths
+    return int(lengths[lengths > 0].min(initial=lengths.max(initial=0)))

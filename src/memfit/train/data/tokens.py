@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import shutil
 import time
@@ -54,6 +55,7 @@ class Corpus(NamedTuple):
     digest: str  # names the content: the cache's key
     notes: tuple[str, ...]  # what was passed over, for the user to read
     folder: Path | None = None  # of the cache, which holds it
+    chosen: Array | None = None  # (documents,) bool: those of a part of the data; None: all
 
     @property
     def documents(self) -> int:
@@ -67,8 +69,9 @@ class Corpus(NamedTuple):
 
     @property
     def lengths(self) -> Array:
-        """(documents,) tokens of each document."""
-        return np.diff(self.offsets)
+        """(documents,) tokens of each document; 0 of one that is not in this part."""
+        found = np.diff(self.offsets)
+        return found if self.chosen is None else np.where(self.chosen, found, 0)
 
     def forget(self) -> None:
         """Give back the pages of this process that a walk through the files has mapped."""
@@ -76,6 +79,31 @@ class Corpus(NamedTuple):
             mapped = getattr(array, "_mmap", None)
             if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def divide(corpus: Corpus, share: float, seed: int, together: int) -> tuple[Corpus, Corpus]:
+    """The data to train on and a share of it that is held out, drawn as `datasets` draws it
+    (`train_test_split`): the first of a permutation, rounded up. Both read the same files.
+
+    together: documents that stay together, 2 where they are pairs. Raises InvalidRequest where one
+    of the two would be empty.
+    """
+    count = corpus.documents // together
+    held = math.ceil(share * count)
+    if not 0 < held < count:
+        raise InvalidRequest(
+            f"`task.evaluation_share: {share:g}` of {count} documents holds out {held}, which"
+            f" leaves {count - held} to train on",
+            hint="name held-out data of its own in `task.evaluation`, or give more documents",
+        )
+    chosen = np.zeros(count, dtype=bool)
+    chosen[np.random.default_rng(seed).permutation(count)[:held]] = True
+    chosen = np.repeat(chosen, together)
+    training, held_out = (
+        corpus._replace(chosen=own, folder=None, digest=f"{corpus.digest}-{name}-{share:g}-{seed}")
+        for own, name in ((~chosen, "training"), (chosen, "held-out"))
+    )
+    return training, held_out
 
 
 def read_corpus(

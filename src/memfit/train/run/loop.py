@@ -395,6 +395,7 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
     recipe, step = session.recipe, index + 1
     before = _evaluate_rounding(session, built) if index == 0 else {}
     row = before | _take_step(session, built, index)
+    session.beside.note_step(row["seconds"])
     last = step == recipe.steps
     evaluates = session.held_out is not None and (
         last or step % session.every(session.cadence.evaluate_every) == 0
@@ -402,7 +403,9 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
     if evaluates and session.held_out is not None:
         # the last one is reported: of all that is held out, unless so many tokens are stated
         tokens = session.cadence.evaluate_tokens if last else evaluation_tokens(session)
+        started = time.perf_counter()
         row |= _evaluate(session, built, session.held_out, tokens)
+        session.beside.note_evaluation(time.perf_counter() - started, last=last)
     log.write(row)
     session.progress.show(
         Moment(
@@ -417,13 +420,16 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
             reward=row.get("reward"),
             length=row.get("length"),
             skipped=session.skipped,
+            beside=session.beside.after(step),
         )
     )
     if evaluates and session.cadence.best_by:
         session.evaluated += read_evaluations([row], session.cadence.best_by)
     ends = last or session.judged.stops or session.judged.best == step
     if ends or step % session.every(session.cadence.save_every) == 0:
+        started = time.perf_counter()
         _save(session, built, log, step)
+        session.beside.note_save(time.perf_counter() - started)
 
 
 def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Moment(NamedTuple):
     reward_accuracy: float | None = None  # share of the step's pairs that are put right
     reward: float | None = None  # mean of the sampled answers
     length: float | None = None  # of these, mean tokens
+    beside: float = 0.0  # seconds of the evaluations and checkpoints that are still to come
 
 
 class Progress(Protocol):
@@ -184,10 +185,11 @@ def describe(moment: Moment) -> str:
 
 
 def remaining(facts: Facts, moment: Moment, recent: list[float]) -> str:
-    """The time left by the last steps, beside what was predicted for them."""
+    """The time left by the last steps, beside what was predicted for them; both with evaluations
+    and checkpoints."""
     left = facts.steps - moment.step
-    line = f"{units.show_seconds(left * median(recent))} left"
+    line = f"{units.show_seconds(left * median(recent) + moment.beside)} left"
     if facts.predicted_step_seconds is None or not left:
         return line if left else "done"
-    predicted = units.show_seconds(left * facts.predicted_step_seconds)
+    predicted = units.show_seconds(left * facts.predicted_step_seconds + moment.beside)
     return f"{line} (predicted {predicted})"

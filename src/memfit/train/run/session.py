@@ -26,6 +26,7 @@ from memfit.train.data.sampler import Sampler
 from memfit.train.distributed.ranks import Ranks
 from memfit.train.distributed.stragglers import Waiting
 from memfit.train.habits.stopping import Judged, judge
+from memfit.train.habits.time_left import Due, TimeBeside
 from memfit.train.measure.counters import Meter, time_measurements
 from memfit.train.rl.learn import Learning
 from memfit.train.rl.prompts import PromptRows
@@ -83,10 +84,12 @@ class Session:
     # step and value of each evaluation, where they are compared
     evaluated: list[tuple[int, float]] = field(default_factory=list)
     outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
+    beside: TimeBeside = field(init=False)
     watcher: Watcher = field(init=False)
     waiting: Waiting = field(init=False)
 
     def __post_init__(self) -> None:
+        self.beside = TimeBeside(_find_due(self))
         self.watcher = Watcher(self.certificate)
         self.waiting = Waiting(
             self.ranks,
@@ -147,6 +150,20 @@ class Session:
         """Warn of what is above the certificate by now, naming who holds it."""
         for said in self.watcher.look(self.meter.counters(), self.done):
             self.warn(said)
+
+
+def _find_due(session: Session) -> Due:
+    """What the run does beside its steps."""
+    recipe, cadence, held_out = session.recipe, session.cadence, session.held_out
+    everything = 0 if held_out is None else int(held_out.corpus.lengths.sum())
+    return Due(
+        steps=recipe.steps,
+        save_every=session.every(cadence.save_every),
+        evaluate_every=0 if held_out is None else session.every(cadence.evaluate_every),
+        sample=min(evaluation_tokens(session) or everything, everything),
+        whole=min(cadence.evaluate_tokens or everything, everything),
+        step_tokens=recipe.global_batch * recipe.sequence_length,
+    )
 
 
 def evaluation_tokens(session: Session) -> int:
