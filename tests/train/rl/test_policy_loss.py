@@ -176,3 +176,23 @@ def test_a_kl_without_a_reference_is_refused():
     answers = answers_of(drawn, Policy(beta=0.1), "grpo")._replace(reference=None)
     with pytest.raises(InvalidRequest, match="reference's log-probabilities"):
         policy_loss(drawn[0], answers)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_may_have_advantages_of_their_own(seed):
+    """PPO's clipped loss (1707.06347, equation 7), as TRL 1.12's PPOTrainer has it: a mean over
+    tokens of max(-A r, -A clip(r))."""
+    new, old, _, mask, _ = make(seed)
+    random = torch.Generator().manual_seed(seed)
+    advantages = torch.randn(new.shape, generator=random, dtype=torch.float64)
+    mine, theirs = (new.clone().requires_grad_() for _ in range(2))
+    ratio = (theirs - old).exp()
+    losses = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    expected = (losses * mask).sum() / mask.sum()
+    answers = Answers(
+        "grpo", Policy(), Counts(ROWS, float(mask.sum()), LONGEST), 1.0, mask, advantages, old
+    )
+    found = policy_loss(mine, answers).loss
+    torch.testing.assert_close(found, expected)
+    (slope,) = torch.autograd.grad(found, mine)
+    torch.testing.assert_close(slope, torch.autograd.grad(expected, theirs)[0])

@@ -32,7 +32,7 @@ class Answers(NamedTuple):
     counts: Counts
     temperature: float  # that they were sampled at
     mask: Tensor  # (rows, tokens): 1 where a token of an answer counts
-    advantages: Tensor  # (rows,)
+    advantages: Tensor  # (rows,); (rows, tokens) where each token has one of its own
     old: Tensor | None = None  # (rows, tokens) under the policy that sampled; None: this policy
     reference: Tensor | None = None  # (rows, tokens); None where `beta` is 0
 
@@ -78,7 +78,9 @@ def policy_loss(log_probs: Tensor, answers: Answers) -> LossAndSums:
 
 def _grpo_slope(log_probs: Tensor, answers: Answers) -> tuple[Tensor, Tensor, Tensor]:
     """Loss 0-dim, its slope (rows, tokens), sums (5,)."""
-    mask, advantages, policy = answers.mask, answers.advantages.unsqueeze(1), answers.policy
+    mask, policy, advantages = answers.mask, answers.policy, answers.advantages
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
     weights = token_weights(mask, answers.counts, policy)
     log_ratio = torch.zeros_like(log_probs) if answers.old is None else log_probs - answers.old
     by_row = policy.importance_sampling_level == "sequence"
