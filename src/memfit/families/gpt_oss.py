@@ -200,6 +200,18 @@ def _scaled(angles: Tensor) -> Tensor:
     return scaled
 
 
+def _attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+    """(batch, heads, tokens, size) -> the same."""
+    call = partial(attend_with_sinks, sinks=sinks)
+    masks = forward.masks
+    mask = None if masks is None else masks.of(forward.architecture, forward.kind)
+    if mask is not None:
+        return attend_beside_sinks(query, key, value, sinks, mask)
+    if forward.documents is None:
+        return call(query, key, value)
+    return meta.by_document(call, query, key, value, forward.documents)
+
+
 @module
 def _attention(forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]) -> Tensor:
     """Grouped heads; whatever the window, one mask of booleans is made in each call."""
@@ -213,21 +225,9 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tens
     sinks = weights["self_attn.sinks"]
     if isinstance(forward.slots, Decode):
         out = attend_slots(forward.slots, query, key, value, sinks=sinks)
-        return _leave(forward, weights, out, x)
-    call = partial(attend_with_sinks, sinks=sinks)
-    masks = forward.masks
-    mask = None if masks is None else masks.of(forward.architecture, forward.kind)
-    if mask is not None:
-        out = attend_beside_sinks(query, key, value, sinks, mask)
-    elif forward.documents is None:
-        out = call(query, key, value)
     else:
-        out = meta.by_document(call, query, key, value, forward.documents)
-    return _leave(forward, weights, meta.transpose(out, 1, 2), x)
-
-
-def _leave(forward: Forward, weights: Weights, out: Tensor, x: Tensor) -> Tensor:
-    """(batch, tokens, heads, size) -> (batch, tokens, hidden)."""
+        out = _attend(forward, query, key, value, sinks)
+        out = meta.transpose(out, 1, 2)
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
     return out  # noqa: RET504
