@@ -142,6 +142,19 @@ def test_the_slots_are_those_that_the_loop_allocates():
         assert Kind.KV_CACHE not in ledger.by_kind(phase)
 
 
+def test_the_ledger_says_what_a_rollout_s_bytes_are_of():
+    model = read_model(make("llama", FULL).model)
+    ledger = predict_memory(model, make("llama", FULL), CPU)
+    because = {(e.phase, e.kind): e.because for e in ledger.entries}
+    a = model.architecture
+    each = 2 * a.layers * a.kv_heads * a.head_dim * 4
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        text = because[phase, Kind.KV_CACHE]
+        assert text.startswith(f"3 rows of 48 tokens and one of 20 x {each} B in")
+    assert because[Phase.PREFILL, Kind.ACTIVATIONS] == "a call over 2 x 20 tokens of prompts"
+    assert "a step of 3 rows over 48 tokens" in because[Phase.DECODE, Kind.LOGITS]
+
+
 @pytest.mark.parametrize(
     ("rows", "group", "prompt", "answers", "expected"),
     [  # by hand: (prompts, answers, whether an earlier prompt's logits are kept)

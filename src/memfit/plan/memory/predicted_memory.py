@@ -23,8 +23,10 @@ from memfit.parallelism.shards import cut_model, fullest_rank
 from memfit.plan.memory.explain import explain
 from memfit.plan.memory.rollouts import (
     CALLS,
+    OF_CALLS,
     Calls,
     cache_of,
+    explain_calls,
     inputs_of_answers,
     key_dtype,
     rest_of_answers,
@@ -76,6 +78,7 @@ def predict_memory(model: Model, recipe: Recipe, device: Device, rank: int | Non
     peaks = _peaks(model, recipe, device, rank)
     model = stage_model(model, recipe.parallel, rank)
     explained: dict[tuple[Part, int], str] = {}  # the same parts stand in many phases
+    calls = explain_calls(model, recipe) if recipe.samples else {}
     entries = []
     for phase in Phase:
         for part, nbytes in sorted(peaks.get(phase, {}).items()):
@@ -85,6 +88,8 @@ def predict_memory(model: Model, recipe: Recipe, device: Device, rank: int | Non
             if (part, nbytes) not in explained:
                 explained[part, nbytes] = explain(kind, owner, nbytes, model, recipe)
             because = explained[part, nbytes]
+            if phase in calls and kind in OF_CALLS:
+                because = calls[phase][kind is Kind.KV_CACHE]
             entries.append(
                 Entry(kind=kind, phase=phase, owner=owner, nbytes=nbytes, because=because)
             )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from memfit.core.units import show_bytes
 from memfit.families.capabilities.kv_cache import layer_caches
 from memfit.plan.simulate.blocks import Parts
-from memfit.plan.simulate.sampled.rollout import OWNER, Slots
+from memfit.plan.simulate.sampled.rollout import OWNER, Slots, find_admissions, find_limit
 from memfit.plan.simulate.segments import Level, Passes, expand
 from memfit.plan.simulate.setting import Repeat
 from memfit.plan.simulate.updates import hold
@@ -20,6 +21,7 @@ from memfit.records.reinforcement import scores_old
 FP32, INT64 = DTYPE_BYTES["float32"], DTYPE_BYTES["int64"]
 FIGURES = 6  # fp32 that an update's log has
 BATCH = (Kind.INPUT, "batch")
+OF_CALLS = (Kind.KV_CACHE, Kind.ACTIVATIONS, Kind.LOGITS, Kind.TEMPORARY)  # explained by them
 CALLS = (Phase.PREFILL, Phase.DECODE)
 SCORED = (Phase.SCORE, Phase.REFERENCE)
 
@@ -96,6 +98,25 @@ def cache_sizes(a: Architecture, slots: Slots, dtype: str) -> list[int]:
             each = rows * layer.heads * layer.columns(tokens) * DTYPE_BYTES[dtype]
             sizes += [each * layer.key, each * layer.value] if tokens else []
     return sizes
+
+
+def explain_calls(model: Model, recipe: Recipe) -> dict[Phase, tuple[str, str]]:
+    """Of each phase that samples: why what its calls make is as large as it is; and the slots."""
+    a, dtype = model.architecture, key_dtype(model, recipe)
+    slots = Slots.of(recipe, find_limit(a))
+    each = sum(x.heads * (x.key + x.value) * DTYPE_BYTES[dtype] for x in layer_caches(a))
+    windows = ", fewer in layers with a window" if any(x.window for x in layer_caches(a)) else ""
+    spare = f" and one of {slots.spare}" if slots.spare else ""
+    cache = (
+        f"{slots.rows} rows of {slots.tokens} tokens{spare} x {show_bytes(each)} in {a.layers}"
+        f" layers ({dtype}){windows}"
+    )
+    prompts = max((one.prompts for one in find_admissions(slots)), default=0)
+    step = f"a step of {slots.rows} rows over {slots.columns} tokens, x {a.vocab} vocabulary"
+    return {
+        Phase.PREFILL: (f"a call over {prompts} x {slots.prompt} tokens of prompts", cache),
+        Phase.DECODE: (step, cache),
+    }
 
 
 def walk_calls(level: Level, cache: Parts, calls: Calls, counts: list[Repeat]) -> None:

@@ -26,9 +26,9 @@ REPLAY = Slack(  # of the replay of a simulated run, over the certificate's
 )  # fmt: skip
 
 SAMPLED = Slack(  # where answers are sampled: those of other lengths leave other gaps
-    low=0.999, typical=1.0, high=1.03,
+    low=0.985, typical=1.0, high=1.03,
     source="the simulated run, replayed through the caching allocator; with shorter answers in"
-    " between certificates reserve up to 3 % more",
+    " between, certificates reserve from 1.1 % less to 2.6 % more",
 )  # fmt: skip
 
 
