@@ -67,6 +67,21 @@ def test_what_is_left_open_is_what_trl_takes():
     assert plan(ask(rollout={}, model="qwen2.5-0.5b")).recipe.sequence_length == 1024
 
 
+def test_what_a_request_says_of_sampling_is_the_recipe_s():
+    narrow = {
+        "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1,
+        "stop_words": ("</answer>", "\n\n"),
+    }  # fmt: skip
+    made = plan(ask(rollout=ROLLOUT | narrow))
+    assert made.recipe.rollout == Rollout(num_generations=8, **ROLLOUT, **narrow)
+    assert "the loss computes with the chances before top-k" in str(made.assumptions)
+    assert made.recipe.digest != plan(ask()).recipe.digest
+    assert plan(restate(made)).recipe.rollout == made.recipe.rollout
+    for wrong in ({"top_p": 1.5}, {"min_p": -0.1}, {"top_k": -1}, {"repetition_penalty": 0}):
+        with pytest.raises(InvalidRequest, match=rf"rollout\.{next(iter(wrong))}"):
+            ask(rollout=ROLLOUT | wrong)
+
+
 @pytest.mark.slow
 def test_trl_s_defaults_are_trl_s(tmp_path):
     """Beside its own configurations, which `make neighbours` installs."""
@@ -81,10 +96,11 @@ def test_trl_s_defaults_are_trl_s(tmp_path):
         asked = ask(objective, method="lora", model="qwen2.5-0.5b", rollout={})
         recipe = plan(asked).recipe
         for group in (recipe.rollout, recipe.policy):
-            for name in {*to_data(group)} & {*theirs} - {"epsilon_high", "delta"}:
+            for name in {*to_data(group)} & {*theirs} - {"epsilon_high", "delta", "min_p"}:
                 assert getattr(group, name) == theirs[name], name
         assert theirs["epsilon_high"] is None  # the same as epsilon
         assert theirs.get("delta") is None  # not capped
+        assert theirs["min_p"] is None  # no token is left out
         assert {"num_generations", "beta", "epsilon", "num_iterations"} <= {*theirs}
 
 

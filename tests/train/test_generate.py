@@ -1,6 +1,7 @@
 """The trained model as a folder: transformers and peft load it, and it speaks."""
 
 import json
+import re
 import warnings
 
 import pytest
@@ -130,6 +131,29 @@ def test_generation_is_transformers_own_when_greedy(adapted):
     want = tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
     assert generate(folder, "Chapter 1.", 12, temperature=0) == want
     assert generate(folder / "model", "Chapter 1.", 12, temperature=0) == want
+
+
+def test_the_penalty_and_stop_words_of_generation_are_transformers_own(adapted):
+    root, _, _ = adapted
+    folder = root / "base"
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    ids = tokenizer("Chapter 1.", return_tensors="pt")
+
+    def theirs(**more):
+        out = model.generate(**ids, max_new_tokens=12, do_sample=False, pad_token_id=0, **more)
+        return tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    plain = theirs()
+    penalised = generate(folder, "Chapter 1.", 12, temperature=0, repetition_penalty=1.5)
+    assert penalised == theirs(repetition_penalty=1.5) != plain
+    word = re.search("[0-9a-z]{2}", plain)[0]
+    stopped = generate(folder, "Chapter 1.", 12, temperature=0, stop_words=(word,))
+    assert stopped == theirs(stop_strings=[word], tokenizer=tokenizer) != plain
+    for narrow in ({"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1}):
+        assert generate(folder, "Chapter 1.", 12, **{"top_k": 0, **narrow}) == plain
+    with pytest.raises(InvalidRequest, match="`top_p: 0`"):
+        generate(folder, "Chapter 1.", top_p=0)
 
 
 def test_generation_stops_at_the_end_of_text(adapted, tmp_path):

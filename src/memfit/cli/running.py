@@ -206,22 +206,53 @@ def _show(report: Report, folder: Path | None) -> None:
 @click.argument("prompt")
 @click.option("--tokens", type=click.IntRange(min=1), default=100, help="Most new tokens.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.8, help="0: the likeliest.")
+@click.option(
+    "--top-k",
+    type=click.IntRange(min=0),
+    default=50,
+    show_default=True,
+    help="Draw from so many of the likeliest tokens; 0: from all.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    help="Draw from the likeliest tokens that have this share together.",
+)
+@click.option(
+    "--min-p",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Draw from tokens at least so likely as this share of the likeliest one.",
+)
+@click.option(
+    "--repetition-penalty",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    help="Above 1, tokens that are there already become less likely.",
+)
+@click.option(
+    "--stop",
+    "stop_words",
+    multiple=True,
+    metavar="TEXT",
+    help="Stop behind this text; may be given many times.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Equal seeds, equal text.")
 @output_options
 def generate_command(
     folder: Path,
     prompt: str,
-    tokens: int,
-    temperature: float,
-    seed: int,
+    *,
     as_json: bool,
     quiet: bool,
+    **settings: Any,
 ) -> None:
     """Continue a prompt with the model that a run trained; the sample goes into its report."""
     from memfit import api
 
     del quiet
-    sample = api.generate(folder, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    sample = api.generate(folder, prompt, **settings)
     if as_json:
         print_json({"prompt": prompt, "text": sample})
     else:

@@ -61,6 +61,11 @@ KEYS = {
     "rollout.temperature": "logits are divided by it, while sampling and in the loss",
     "rollout.rows": "answers in flight at once, each with a slot of the cache; auto: a whole"
     " rollout's",
+    "rollout.top_k": "draw from so many of the likeliest tokens; 0: from all",
+    "rollout.top_p": "draw from the likeliest tokens that have this share together",
+    "rollout.min_p": "draw from tokens at least so likely as this share of the likeliest one",
+    "rollout.repetition_penalty": "makes tokens that a row has less likely; 1: it does not",
+    "rollout.stop_words": "texts that end an answer, and stay in it",
     "rollout.dynamic_sampling": "further rounds of prompts in place of groups of equal rewards",
     "policy": "the policy's loss; used when the objective is grpo or rloo",
     "policy.loss_type": "of grpo: dapo | grpo | dr_grpo; auto: dapo",

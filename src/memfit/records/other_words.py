@@ -235,7 +235,9 @@ WORDS: dict[str, Word] = {
     "pref_beta": _key("preference.beta"), "objective": _stage,
     # sampled answers, in TRL's words
     **{name: _key(f"rollout.{name}") for name in
-       ("num_generations", "max_prompt_length", "max_completion_length", "temperature")},
+       ("num_generations", "max_prompt_length", "max_completion_length", "temperature", "top_k",
+        "top_p", "min_p", "repetition_penalty")},
+    **dict.fromkeys(("stop_strings", "stop", "stop_sequences"), _key("rollout.stop_words")),
     **{name: _key(f"policy.{name}") for name in
        ("epsilon", "epsilon_high", "delta", "num_iterations", "scale_rewards",
         "importance_sampling_level", "mask_truncated_completions", "use_bias_correction_kl")},

@@ -1,6 +1,9 @@
 """Iterations of GRPO and RLOO: sampling, resuming to the bit, what is refused, and learning."""
 
+import dataclasses
 import importlib.util
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,76 @@ def test_sampled_log_probs_are_those_that_an_update_computes(family):
         start = len(prompt) - 1
         expected = again[row, start : start + len(completion.ids)].tolist()
         assert list(completion.log_probs) == pytest.approx(expected, abs=2e-6)
+
+
+FILTERED = replace(ROLLOUT, top_k=20, top_p=0.6, min_p=0.02, repetition_penalty=1.4)
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_each_filter_of_a_rollout_reaches_the_sampler(changes):
+    """All of these leave the likeliest token alone, and more: transformers' greedy answer."""
+    built = make_built(make_recipe("llama"))
+    found = sample_in_slots(built, [[5, 6, 7]] * 4, replace(ROLLOUT, **changes), None, 0)
+    model = hugging_face(built.recipe, built.model.state_dict()).eval()
+    want = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, do_sample=False)[0, 3:]
+    assert {c.ids for c in found} == {tuple(want.tolist())}
+
+
+def test_the_penalty_of_a_rollout_is_transformers_own():
+    built = make_built(make_recipe("llama"))
+    strong = replace(ROLLOUT, repetition_penalty=5.0, top_k=1)
+    found = sample_in_slots(built, [[5, 6, 7]], strong, None, 0)
+    model = hugging_face(built.recipe, built.model.state_dict()).eval()
+    asked = {"max_new_tokens": 5, "do_sample": False, "repetition_penalty": 5.0}
+    want = model.generate(torch.tensor([[5, 6, 7]]), **asked)[0, 3:]
+    assert found[0].ids == tuple(want.tolist())
+    assert (
+        found[0].ids
+        != sample_in_slots(built, [[5, 6, 7]], replace(strong, repetition_penalty=1.0), None, 0)[
+            0
+        ].ids
+    )
+
+
+def test_log_probs_of_filtered_answers_are_those_that_an_update_computes():
+    """Those of the whole distribution, by a forward of Hugging Face's class."""
+    built = make_built(make_recipe("llama"))
+    found = sample_in_slots(built, [[5, 6, 7]] * 8, FILTERED, None, 0)
+    model = hugging_face(built.recipe, built.model.state_dict()).eval()
+    for completion in found:
+        ids = torch.tensor([[5, 6, 7, *completion.ids]])
+        scores = model(ids, use_cache=False).logits[0, 2:-1] / FILTERED.temperature
+        want = torch.log_softmax(scores, -1).gather(1, ids[0, 3:, None])[:, 0]
+        assert list(completion.log_probs) == pytest.approx(want.tolist(), abs=2e-6)
+    assert FILTERED.filters
+    assert not ROLLOUT.filters
+
+
+def test_an_answer_that_a_stop_word_ends_was_not_cut(make):
+    built = built_for()
+    rollout = replace(ROLLOUT, max_completion_length=40, stop_words=("7",))
+    sampling = make(rollout=rollout).sampling
+    sample = partial(sample_in_slots, decode=sampling.decode)
+    made = roll_out(built, dataclasses.replace(sampling, sample=sample), 0)
+    ended = [c.ended for c in made.completions]
+    assert "stop_word" in ended
+    for text, why, cut in zip(made.texts, ended, made.truncated.tolist(), strict=True):
+        assert ("7" in text) == (why == "stop_word")
+        assert cut == (why == "length")
+        assert "7" not in text.split()[-1:] or why == "stop_word"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"top_k": -1}, "rollout.top_k: -1"), ({"top_p": 0.0}, "rollout.top_p: 0.0"),
+        ({"min_p": 1.5}, "rollout.min_p: 1.5"), ({"stop_words": ("a", "")}, "rollout.stop_words"),
+        ({"repetition_penalty": float("nan")}, "rollout.repetition_penalty: nan"),
+    ],
+)  # fmt: skip
+def test_a_filter_that_leaves_no_token_is_named(changes, named):
+    with pytest.raises(InvalidRequest, match=re.escape(named)):
+        replace(ROLLOUT, **changes)
 
 
 def test_samples_follow_the_class_s_own_chances():

@@ -110,9 +110,17 @@ class Rollout(Record, frozen=True, kw_only=True):
     # rounds of further prompts in place of groups whose answers have all the same reward (DAPO,
     # 2503.14476, section 3.2); 0: such groups stay, and teach nothing
     dynamic_sampling: int = 0
+    # which tokens may be drawn, in this order after the penalty and the temperature; the loss
+    # computes with the chances before them, as TRL does
+    top_k: int = 0  # the likeliest tokens, so many; 0: all
+    top_p: float = 1.0  # the likeliest that have this share together
+    min_p: float = 0.0  # those at least so likely as this share of the likeliest one's chance
+    repetition_penalty: float = 1.0  # of tokens that the row has, prompt included
+    stop_words: tuple[str, ...] = ()  # texts that end an answer, and stay in it
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest for bounds within which nothing can be compared or sampled."""
+        self._check_filters()
         for name, least in (
             ("num_generations", 2), ("max_prompt_length", 1), ("max_completion_length", 1),
             ("dynamic_sampling", 0), ("rows", 0),
@@ -128,6 +136,26 @@ class Rollout(Record, frozen=True, kw_only=True):
                 " alike",
                 hint="use a number above 0, such as 1.0",
             )
+
+    def _check_filters(self) -> None:
+        for name, fine, wanted in (
+            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("stop_words", "" not in self.stop_words, "of texts that are not empty"),
+        ):
+            if not fine:
+                raise InvalidRequest(
+                    f"`rollout.{name}: {getattr(self, name)}` is not {wanted}",
+                    hint="leave it out, and every token may be drawn",
+                )
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are drawn from other chances than those that the loss computes with."""
+        plain = (0, 1.0, 0.0, 1.0)
+        return (self.top_k, self.top_p, self.min_p, self.repetition_penalty) != plain
 
     @property
     def width(self) -> int:

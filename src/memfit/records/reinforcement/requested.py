@@ -16,6 +16,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or m
 NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
 NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
 Size = Annotated[str, msgspec.Meta(description="a size with its unit, for example `4 GiB`")]
 Truth = Annotated[bool, msgspec.Meta(description="true, false or auto")]  # beside `Auto`
 
@@ -29,6 +30,11 @@ class RolloutRequest(Record, frozen=True, kw_only=True):
     temperature: PositiveFloat = 1.0
     rows: Positive | Auto = "auto"  # auto: all of a rollout at once
     dynamic_sampling: NotNegative = 0
+    top_k: NotNegative = 0
+    top_p: Share = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    stop_words: tuple[str, ...] = ()
 
 
 class PolicyRequest(Record, frozen=True, kw_only=True):

@@ -17,13 +17,20 @@ from memfit.families.capabilities.kv_cache import layer_caches
 from memfit.records.ledger import Phase
 from memfit.records.model import Architecture
 from memfit.train.generation.calls import Caller
-from memfit.train.generation.sampling import Read, draw_numbers, mark, read_token, sample
+from memfit.train.generation.sampling import (
+    Decoder,
+    Read,
+    draw_numbers,
+    has_stop_word,
+    mark,
+    read_token,
+    sample,
+)
 from memfit.train.generation.settings import Completion, Ended, Settings
 from memfit.train.generation.slots import Prefill, Slots
 from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.model.hugging_face import base_model
 
-Decoder = Callable[[Sequence[int]], str]
 Watcher = Callable[[int, int], None]  # told the index of an answer and its new token
 
 
@@ -315,11 +322,9 @@ class _Loop:
         return None
 
     def _stopped(self, ids: list[int]) -> bool:
-        """Whether the text so far has a stop word. A token may hold less than a character."""
+        """Whether the text so far has a stop word."""
         assert self.decode is not None
-        longest = max(len(word.encode()) for word in self.settings.stop_words)
-        text = self.decode(ids[-longest - 8 :])
-        return any(word in text for word in self.settings.stop_words)
+        return has_stop_word(ids, self.settings.stop_words, self.decode)
 
     def _release(self, place: int, ended: Ended) -> None:
         """Give the answer out; the last row in flight moves into its slot."""

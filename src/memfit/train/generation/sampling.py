@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.train.generation.settings import Settings
 
+Decoder = Callable[[Sequence[int]], str]
 NewTokens = tuple[list[int], list[float]]  # of one row: tokens, and log-probabilities of them
 # (rows,) tokens and their log-probabilities, on the device -> what each row goes on with. One token
 # each; where nothing is computed, nobody knows which, and it may be as many as the third argument
@@ -63,6 +64,15 @@ def sample(
         tokens = pick(keep_likely(bent, settings), numbers)
     chosen = plain.gather(1, tokens[:, None])[:, 0] - total
     return tokens, chosen
+
+
+def has_stop_word(ids: Sequence[int], words: Sequence[str], decode: Decoder) -> bool:
+    """Whether the text of a row's newest tokens has one. A token may hold less than a character."""
+    if not words:
+        return False
+    longest = max(len(word.encode()) for word in words)
+    text = decode(ids[-longest - 8 :])
+    return any(word in text for word in words)
 
 
 def keep_likely(scores: Tensor, settings: Settings) -> Tensor:

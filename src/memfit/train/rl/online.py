@@ -17,7 +17,7 @@ from memfit.optimizers.shared.groups import set_rate
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import RewardSettings
 from memfit.train.data.tokenizer import Tokenizer
-from memfit.train.measure.observer import NOBODY, Observer
+from memfit.train.measure.observer import Observer
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, Summary, iterate
 from memfit.train.rl.prompts import PromptRows
@@ -42,7 +42,8 @@ def learning_of(recipe: Recipe, rows: object, tokenizer: Tokenizer) -> Iterator[
         judges.ready()
         sampling = Sampling(
             recipe.rollout, rows.prompts, recipe.global_batch // recipe.rollout.num_generations,
-            judges, tokenizer.decode, _observed(NOBODY), tokenizer.end, recipe.seed,
+            judges, tokenizer.decode, partial(sample_in_slots, decode=tokenizer.decode),
+            tokenizer.end, recipe.seed,
         )  # fmt: skip
         yield Learning(recipe.objective, recipe.policy, sampling)
 
@@ -88,12 +89,9 @@ def take_iteration(
     }  # fmt: skip
 
 
-def _observed(observer: Observer) -> Any:
-    return partial(sample_in_slots, observer=observer)
-
-
 def _watched(learning: Learning, observer: Observer) -> Learning:
-    sampling = replace(learning.sampling, sample=_observed(observer))
+    sample = partial(learning.sampling.sample, observer=observer)
+    sampling = replace(learning.sampling, sample=sample)
     return replace(learning, sampling=sampling)
 
 

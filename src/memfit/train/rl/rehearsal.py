@@ -77,6 +77,7 @@ def _sample_few(
     made = sample_in_slots(
         built, prompts[:shown], rollout, end, seed,
         limits=limits[:shown], observer=observer, read=_go_on,
+        decode=lambda _: "",
     )  # fmt: skip
     return (made * -(-answers // shown))[:answers]
 

@@ -25,6 +25,7 @@ from memfit.train.rl.sampling import Sample
 from memfit.train.step.build import Built
 
 COLUMN_OF_PROMPTS = "prompt"
+STOPPED = ("stop_token", "stop_word")  # why an answer ended that was not cut
 
 
 class Prompt(NamedTuple):
@@ -75,7 +76,7 @@ class Experience(NamedTuple):
     @property
     def truncated(self) -> Tensor:
         """(answers,) bool: those that reached their limit."""
-        return torch.tensor([c.ended != "stop_token" for c in self.completions])
+        return torch.tensor([c.ended not in STOPPED for c in self.completions])
 
 
 def keep_short(prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[Prompt], int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from memfit.records.reinforcement import Rollout
-from memfit.train.generation.loop import generate_batch
+from memfit.train.generation.loop import Decoder, generate_batch
 from memfit.train.generation.sampling import Read, read_token
 from memfit.train.generation.settings import Completion, Settings
 from memfit.train.measure.observer import NOBODY, Observer
@@ -27,12 +27,13 @@ class Sample(Protocol):
 def sample_in_slots(
     built: Built, prompts: Sequence[Ids], rollout: Rollout, end: int | None, seed: int,
     *, limits: tuple[int, ...] = (), observer: Observer = NOBODY, read: Read = read_token,
+    decode: Decoder | None = None,
 ) -> list[Completion]:  # fmt: skip
     """See `Sample`. A prompt that `num_generations` neighbours share is read once for all of them.
 
     The cache has the rollout's bounds, whatever the prompts' own lengths: `max_prompt_length` and
     `max_completion_length` tokens in each of `rows` slots. limits: of each answer, where they are
-    lower. observer, read: see `generate_batch`.
+    lower. observer, read, decode: see `generate_batch`.
     """
     group = rollout.num_generations
     if not _come_in_groups(prompts, group):
@@ -41,9 +42,13 @@ def sample_in_slots(
         max_new_tokens=rollout.max_completion_length, max_prompt=rollout.max_prompt_length,
         rows=rollout.rows or len(prompts), answers=group, temperature=rollout.temperature,
         stop_tokens=() if end is None else (end,), seed=seed, limits=limits, reach=rollout.reach,
+        top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty, stop_words=rollout.stop_words,
     )  # fmt: skip
     with autocast(built):
-        return generate_batch(built.model, prompts[::group], settings, observer=observer, read=read)
+        return generate_batch(
+            built.model, prompts[::group], settings, observer=observer, read=read, decode=decode
+        )
 
 
 def _come_in_groups(prompts: Sequence[Ids], group: int) -> bool:

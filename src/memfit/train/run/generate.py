@@ -20,6 +20,8 @@ from memfit.records.recipe import Attention, Parallel, Recipe
 from memfit.records.results import Run
 from memfit.train.checkpoint.export import FOLDER
 from memfit.train.data.tokenizer import read_tokenizer
+from memfit.train.generation.sampling import draw_numbers, has_stop_word, mark, sample
+from memfit.train.generation.settings import Settings
 from memfit.train.model.hugging_face import base_model, stored_buffers
 from memfit.train.model.weights import (
     ADAPTER,
@@ -42,13 +44,24 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    *,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop_words: tuple[str, ...] = (),
 ) -> str:
     """The continuation of a prompt, without the prompt; equal arguments give equal text.
 
     `temperature` 0 takes the likeliest token each time; `top_k` 0 draws from all tokens. Stops at
-    the end of text, or where the model's positions end. Raises InvalidRequest: no model in the
-    folder, an adapter whose base is gone, a prompt longer than the model's positions.
+    the end of text, behind a stop word, or where the model's positions end. Raises InvalidRequest:
+    a setting out of range, no model in the folder, an adapter whose base is gone, a prompt longer
+    than the model's positions.
     """
+    settings = Settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, repetition_penalty=repetition_penalty, stop_words=stop_words,
+    )  # fmt: skip
+    settings.check()
     place = find_model_folder(folder)
     tokenizer = read_tokenizer(str(place))
     model = load_model(place)
@@ -62,15 +75,23 @@ def generate(
             f"the prompt has {len(ids)} tokens and the model {limit} positions",
             hint="shorten the prompt",
         )
-    chance = torch.Generator().manual_seed(seed)
+    numbers = torch.from_numpy(draw_numbers(seed, 0, 0, max_new_tokens))
     made: list[int] = []
+    seen: Tensor | None = None
     cache, new = None, torch.tensor([ids])
     while len(made) < max_new_tokens and len(ids) + len(made) < limit:
         logits, cache = advance(model, new, cache)
-        token = draw(chances(logits, temperature, top_k), chance)
+        if seen is None:
+            seen = torch.zeros(1, len(logits), dtype=torch.bool)
+            mark(seen, 0, ids)
+        at = slice(len(made), len(made) + 1)
+        token = int(sample(logits[None], numbers[at], settings, seen)[0])
         if token == tokenizer.end:
             break
         made.append(token)
+        seen[0, token] = True
+        if has_stop_word(made, stop_words, tokenizer.decode):
+            break
         new = torch.tensor([[token]])
     return tokenizer.decode(made)
 
@@ -213,18 +234,3 @@ def _load_foreign(folder: Path) -> Any:
             warnings.simplefilter("ignore", FutureWarning)
             model = PeftModel.from_pretrained(model, str(folder))
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def chances(logits: Tensor, temperature: float, top_k: int) -> Tensor:
-    """(vocab,) logits -> (vocab,) chances; one of them is 1 at temperature 0."""
-    if temperature <= 0:
-        return torch.zeros_like(logits).scatter_(0, logits.argmax(keepdim=True), 1.0)
-    if 0 < top_k < len(logits):
-        least = torch.topk(logits, top_k).values[-1]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    return torch.softmax(logits / temperature, dim=-1)
-
-
-def draw(weights: Tensor, chance: torch.Generator) -> int:
-    """One token from (vocab,) chances."""
-    return int(torch.multinomial(weights, 1, generator=chance))

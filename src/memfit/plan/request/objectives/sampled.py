@@ -80,6 +80,8 @@ def choose_rollout(request: Request) -> Rollout:
         num_generations=request.generations, max_prompt_length=prompt,
         max_completion_length=stated.max_completion_length, temperature=stated.temperature,
         rows=0 if stated.rows == "auto" else stated.rows, dynamic_sampling=stated.dynamic_sampling,
+        top_k=stated.top_k, top_p=stated.top_p, min_p=stated.min_p,
+        repetition_penalty=stated.repetition_penalty, stop_words=stated.stop_words,
     )  # fmt: skip
 
 
@@ -148,6 +150,8 @@ def describe_sampled(request: Request, recipe: Recipe) -> str:
         f" answers each, of {rollout.max_prompt_length} and {rollout.max_completion_length} tokens"
         " at most"
     ]
+    if rollout.filters:
+        parts.append("the loss computes with the chances before top-k, top-p, min-p and penalty")
     usual = find_objective(recipe.objective).sampled
     if request.policy.beta == "auto":
         whole = usual is not None and usual.beta and not policy.beta
