@@ -82,6 +82,14 @@ def test_what_a_request_says_of_sampling_is_the_recipe_s():
             ask(rollout=ROLLOUT | wrong)
 
 
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "repetition_penalty"])
+def test_no_plan_promises_what_a_filter_holds(name):
+    made = plan(ask(rollout=ROLLOUT | {name: 1 if name == "top_k" else 0.5}))
+    assert made.memory.verdict == "unproven"
+    assert "`rollout.top_k`" in made.memory.because
+    assert "`rollout.top_k`" not in plan(ask()).memory.because
+
+
 @pytest.mark.slow
 def test_trl_s_defaults_are_trl_s(tmp_path):
     """Beside its own configurations, which `make neighbours` installs."""

@@ -14,6 +14,10 @@ from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 from memfit.records.request import Request
 from memfit.records.results import Memory
 
+FILTERED = (
+    "what `rollout.top_k`, `top_p`, `min_p` and `repetition_penalty` hold while a token is drawn is"
+    " not predicted: certify"
+)
 # keys of `policy` that one of the objectives has, and how they stand where nobody states them
 OF_GRPO = {
     "loss_type": "auto", "delta": 0.0, "importance_sampling_level": "auto",
@@ -163,8 +167,12 @@ def describe_sampled(request: Request, recipe: Recipe) -> str:
 def at_other_lengths(recipe: Recipe, device: Device, memory: Memory) -> Memory:
     """Answers of any lengths leave gaps between whole segments, which no replay has all of.
 
-    The same as a certificate says of segments that do not expand.
+    The same as a certificate says of segments that do not expand. What filters of tokens hold is
+    not predicted at all.
     """
+    if recipe.samples and recipe.rollout.filters and memory.verdict in ("fits", "at_risk"):
+        because = f"{FILTERED}; without them: {memory.because}"
+        return replace(memory, verdict="unproven", because=because)
     if not recipe.samples or device.is_cpu or memory.verdict != "fits":
         return memory
     if read_settings(recipe.allocator).expandable_segments:
