@@ -23,9 +23,11 @@ from memfit.records.results import Run
 from memfit.train.checkpoint.export import file_tensors
 from memfit.train.checkpoint.files import on_host
 from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
+from memfit.train.generation.sampling import draw_numbers, sample
+from memfit.train.generation.settings import Settings
 from memfit.train.measure.live import LiveBytes
 from memfit.train.model.weights import fill_weights
-from memfit.train.run.generate import advance, chances, draw, load_model
+from memfit.train.run.generate import advance, load_model
 from memfit.train.step.build import Built, build_model, build_optimizer
 from memfit.train.step.step import evaluate, step
 
@@ -232,12 +234,15 @@ def say(folder, prompt: int, new: int) -> LiveBytes:
     with watched(Phase.GENERATE) as live:
         model = load_model(folder)
         live.register_model(model)
-        chance = torch.Generator().manual_seed(0)
+        asked = Settings(max_new_tokens=new, temperature=0.8, top_k=50)
+        numbers = draw_numbers(0, 0, 0, new)
         cache, ids = None, torch.arange(prompt)[None] % 200
         live.register_batch(ids)
-        for _ in range(new):
+        for at in range(new):
             logits, cache = advance(model, ids, cache)
-            token = draw(chances(logits, 0.8, 50), chance)
+            number = torch.tensor([float(numbers[at])], dtype=torch.float64)
+            token = int(sample(logits[None], number, asked)[0])
+            del number
             ids = torch.tensor([[token]])
     return live
 

@@ -31,10 +31,12 @@ from memfit.records.recipe import Parallel, Recipe
 from memfit.records.shapes import BatchShape, bounds_of
 from memfit.train.checkpoint.export import gather_files
 from memfit.train.checkpoint.files import checkpoint_tensors, on_host
+from memfit.train.generation.sampling import sample
+from memfit.train.generation.settings import Settings
 from memfit.train.measure.live import LiveBytes
 from memfit.train.model.attention import check_attention
 from memfit.train.model.weights import EmptyWeights, fill_weights
-from memfit.train.run.generate import advance, build_generator, chances, fill_generator
+from memfit.train.run.generate import advance, build_generator, fill_generator
 from memfit.train.step.build import Built, build_model, build_optimizer
 from memfit.train.step.step import Batch, RatedBatch, evaluate, step
 
@@ -265,8 +267,9 @@ def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeigh
             new = torch.zeros(1, tokens, dtype=torch.int64)
             recorder.register_batch(new)
             logits, cache = advance(model, new, cache)
-            chances(logits, temperature=1.0, top_k=50)
-            del logits, new
+            numbers = torch.zeros(1, dtype=torch.float64)
+            sample(logits[None], numbers, Settings(max_new_tokens=1, top_k=50))
+            del logits, new, numbers
 
 
 def weights_of(recipe: Recipe) -> EmptyWeights | None:

@@ -90,7 +90,7 @@ def take_iteration(
 
 
 def _watched(learning: Learning, observer: Observer) -> Learning:
-    sample = partial(learning.sampling.sample, observer=observer)
+    sample = partial(sample_in_slots, decode=learning.sampling.decode, observer=observer)
     sampling = replace(learning.sampling, sample=sample)
     return replace(learning, sampling=sampling)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from memfit.records.reinforcement import Rollout
-from memfit.train.generation.loop import Decoder, generate_batch
-from memfit.train.generation.sampling import Read, read_token
+from memfit.train.generation.loop import generate_batch
+from memfit.train.generation.sampling import Decoder, Read, read_token
 from memfit.train.generation.settings import Completion, Settings
 from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.rl.rows import Ids

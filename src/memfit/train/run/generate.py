@@ -75,21 +75,22 @@ def generate(
             f"the prompt has {len(ids)} tokens and the model {limit} positions",
             hint="shorten the prompt",
         )
-    numbers = torch.from_numpy(draw_numbers(seed, 0, 0, max_new_tokens))
+    numbers = draw_numbers(seed, 0, 0, max_new_tokens)
     made: list[int] = []
     seen: Tensor | None = None
     cache, new = None, torch.tensor([ids])
     while len(made) < max_new_tokens and len(ids) + len(made) < limit:
         logits, cache = advance(model, new, cache)
-        if seen is None:
+        if seen is None and repetition_penalty != 1.0:
             seen = torch.zeros(1, len(logits), dtype=torch.bool)
             mark(seen, 0, ids)
-        at = slice(len(made), len(made) + 1)
-        token = int(sample(logits[None], numbers[at], settings, seen)[0])
+        number = torch.tensor([float(numbers[len(made)])], dtype=torch.float64)
+        token = int(sample(logits[None], number, settings, seen)[0])
         if token == tokenizer.end:
             break
         made.append(token)
-        seen[0, token] = True
+        if seen is not None:
+            seen[0, token] = True
         if has_stop_word(made, stop_words, tokenizer.decode):
             break
         new = torch.tensor([[token]])
