@@ -13,6 +13,7 @@ from hypothesis import settings
 from memfit.catalog.overheads import Overhead
 from memfit.certify import in_this_process
 from memfit.plan.memory import process
+from memfit.plan.search import search
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Freeze, Lora, Optimizer, Recipe
 from share import beyond_the_cover
@@ -136,6 +137,13 @@ def certified_here():
     one of their own: that would import all libraries again."""
     with in_this_process():
         yield
+
+
+@pytest.fixture
+def without_levers(monkeypatch):
+    """Plans have no levers meanwhile, which take more than half of their time, for tests that ask
+    for none: tests/plan/test_replanned.py holds each of them to its own plan."""
+    monkeypatch.setattr(search, "replan_levers", lambda *_: ())
 
 
 @pytest.fixture

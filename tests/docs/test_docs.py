@@ -32,6 +32,7 @@ def check_code(command, code, err):
 PAGES = [DOCS / "does_not_fit.md", *sorted((DOCS / "concepts").glob("*.md"))]
 
 
+@pytest.mark.usefixtures("without_levers")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

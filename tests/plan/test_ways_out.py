@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from memfit import api
 from memfit.cli.app import app
 from memfit.cli.app import run as finish
-from memfit.plan.search import search
 
 SMALL_CARD = ["llama-3.2-1b", "--device", "rtx-3060-12", "--set", "method=full",
               "--set", "precision=bf16-mixed"]  # fmt: skip
@@ -48,13 +47,11 @@ def run(*words):
 
 @cache
 def ask(*words):
-    """Without levers, which take most of the time and which nothing here asks for."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "replan_levers", lambda *_: ())
-        code, out = run("plan", *words, "--json")
+    code, out = run("plan", *words, "--json")
     return code, json.loads(out)
 
 
+@pytest.mark.usefixtures("without_levers")
 @pytest.mark.parametrize(
     ("words", "kinds"),
     [
@@ -84,6 +81,7 @@ def test_each_way_out_typed_as_printed_fits_with_the_bytes_and_seconds_it_promis
         assert plan["ways_out"] == []
 
 
+@pytest.mark.usefixtures("without_levers")
 def test_the_next_command_of_a_miss_is_its_cheapest_way_out():
     words = SMALL_CARD
     code, out = run("plan", *words)
