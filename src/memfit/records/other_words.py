@@ -154,6 +154,15 @@ def _metric(value: Any) -> Answer:
     return Answer({"run.best_by": "loss" if _is_off(value) else name})
 
 
+def _trackers(value: Any) -> Answer:
+    names = [value] if isinstance(value, str) else value
+    if _is_off(value) or names == ["none"]:
+        return Answer({}, "leave it out: no tracker is used unless it is stated")
+    if names == ["all"] or not isinstance(names, list):
+        return Answer({}, "`run.trackers` is a list, such as `[tensorboard, wandb]`")
+    return Answer({"run.trackers": names})
+
+
 def _patience(value: Any) -> Answer:
     return Answer({"run.patience": 0 if _is_off(value) else value, "run.best_by": "loss"})
 
@@ -332,9 +341,10 @@ WORDS: dict[str, Word] = {
     **dict.fromkeys(("early_stopping_patience", "early_stopping_steps"), _patience),
     "early_stopping_threshold": lambda value: Answer(
         {"run.min_improvement": value, "run.patience": 3, "run.best_by": "loss"}),
+    "report_to": _trackers, "use_tensorboard": _switch({"run.trackers": ["tensorboard"]}),
     # what nothing here depends on
     **dict.fromkeys(
-        ("save_strategy", "logging_steps", "report_to", "run_name",
+        ("save_strategy", "logging_steps", "run_name",
          "eval_strategy", "evaluation_strategy", "push_to_hub", "wandb_project", "device_map",
          "template", "dataset_text_field", "group_by_length",
          "remove_unused_columns", "dataloader_num_workers", "random_state",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -55,6 +55,13 @@ class Log:
         except OSError as error:
             raise _failed(self._path, error) from None
         self._board = _open_board(run, done) if tensorboard else None
+        self._writes: list[Callable[[dict[str, Any]], None]] = []
+        self._closes: list[Callable[[], None]] = []
+
+    def follow(self, write: Callable[[dict[str, Any]], None], close: Callable[[], None]) -> None:
+        """Call `write` with every line from now on, and `close` at the end."""
+        self._writes.append(write)
+        self._closes.append(close)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one step; it is in the operating system's hands when this returns."""
@@ -63,6 +70,8 @@ class Log:
             self._file.flush()
         except OSError as error:
             raise _failed(self._path, error) from None
+        for write in self._writes:
+            write(row)
         if self._board is not None:
             for key, value in row.items():
                 if key != "step" and isinstance(value, int | float):
@@ -83,6 +92,8 @@ class Log:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         self._file.close()
+        for close in self._closes:
+            close()
         if self._board is not None:
             self._board.close()
 

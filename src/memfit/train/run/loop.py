@@ -50,6 +50,7 @@ from memfit.train.data.prepare import build_samplers, read_data
 from memfit.train.data.sampler import Micro, Sampler
 from memfit.train.distributed.ranks import MoreRanks, Ranks, explained_loss
 from memfit.train.habits.stopping import check_best, read_evaluations
+from memfit.train.habits.trackers import open_trackers
 from memfit.train.measure.counters import (
     Meter,
     count_beside,
@@ -245,6 +246,10 @@ def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool
         with Log(
             session.home, session.done, tensorboard=tensorboard, digest=session.log_digest
         ) as log:
+            if not session.ranks.rank:
+                names = session.cadence.trackers
+                trackers = open_trackers(names, session.folder, session.done, session.warn)
+                log.follow(trackers.write, trackers.close)
             if log.damage and not session.ranks.rank:  # others may have joined later
                 session.warn(log.damage)
             session.evaluated = _read_evaluated(session)
