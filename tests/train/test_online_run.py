@@ -108,6 +108,13 @@ def test_the_reports_show_rewards_seconds_and_answers(place, tmp_path):
     page = (folder / "report.html").read_text()
     for text in ("Reward", "Seconds of an iteration", "Sampled answers", "Say "):
         assert text in page
+    planned = {row.phase: row for row in report.plan.time.phases}
+    found = {c.name: c for c in report.comparisons}
+    for part, phases in (("rollout", ("switch", "prefill", "decode")), ("update", ("update",))):
+        rate = found[f"time.{part}_tokens_per_second"]
+        seconds = sum(planned[phase].seconds for phase in phases)
+        assert rate.predicted == pytest.approx(planned[phases[-1]].tokens / seconds)
+        assert rate.measured == report.run.measurements[f"rate.{part}"].value
     assert "<h2>Loss" not in page
     assert report.run.rewards
     shown = io.StringIO()

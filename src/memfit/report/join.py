@@ -31,6 +31,8 @@ TIME = {
     "mfu": "fraction of peak",
     "hfu": "fraction of peak",
 }
+# parts of an iteration that samples answers, as a run measures them, and the phases of a plan
+PARTS = {"rollout": ("switch", "prefill", "decode"), "update": ("update",)}
 WAITING = ("links", "pipeline")  # streams of a predicted step in which no rank computes
 SECONDS = "seconds."  # of the parts of an iteration that samples answers
 RANKS = 8  # that are shown: of more, those that held the most
@@ -119,9 +121,23 @@ def compare(
         if name in ("mfu", "hfu"):
             measured = _utilisation(plan, name, _value(found, "time.tokens_per_second"))
         yield from _row(f"time.{name}", unit, getattr(plan.time, name), None, measured)
+    for part, phases in PARTS.items():
+        measured = _value(found, f"rate.{part}") if timed else None
+        name = f"time.{part}_tokens_per_second"
+        yield from _row(name, "tokens/s", _predict_rate(plan, phases), None, measured)
     if plan.recipe.parallel.world > 1:
         name = "time.exposed_communication_seconds"
         yield from _row(name, "s", _predict_waiting(plan), None, _value(found, name))
+
+
+def _predict_rate(plan: Plan, phases: tuple[str, ...]) -> float | None:
+    """Tokens a second of phases together, of those that the last of them samples or learns from;
+    None where no answers are sampled. Rates compare what seconds cannot: lengths are bounds."""
+    rows = {row.phase: row for row in plan.time.phases}
+    if phases[-1] not in rows:
+        return None
+    seconds = sum(rows[phase].seconds or 0.0 for phase in phases)
+    return rows[phases[-1]].tokens / seconds if seconds else None
 
 
 def _predict_waiting(plan: Plan) -> float | None:
