@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from copy import copy
 from typing import NamedTuple
 
 from memfit.certify.repeating.alike import Layout, Unlike
@@ -293,8 +292,7 @@ class _Lengthening:
         number = len(self.new_blocks)
         block = self.blocks[storage]
         if time:
-            block = copy(block)
-            block.module = self.layout.rename(block.module, piece.unit, time)
+            block = block.renamed(self.layout.rename(block.module, piece.unit, time))
             if (planted := self.gradients.get((storage, time))) is not None:
                 self.new[planted, 0] = number
         self.new_blocks.append(block)

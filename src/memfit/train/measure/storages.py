@@ -36,6 +36,13 @@ class Block:
         self.released = False
         self.stream = 0  # the stream current when it was allocated
 
+    def renamed(self, module: str) -> Block:
+        """The same in another module."""
+        made = Block(self.nbytes, self.op, module, self.source, self.vocab)
+        made.shape, made.dtype, made.kind = self.shape, self.dtype, self.kind
+        made.outlived, made.released, made.stream = self.outlived, self.released, self.stream
+        return made
+
 
 @cache
 def is_wrapper(kind: type) -> bool:
