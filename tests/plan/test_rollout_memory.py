@@ -73,6 +73,8 @@ CASES = {
     "deepseek_v3, full, latent attention": ("deepseek_v3", FULL),
     "deepseek_v3, lora, latent attention": ("deepseek_v3", WITH_KL),
     "deepseek_v2, lora, latent attention": ("deepseek_v2", PENALISED),
+    "bloom, lora, by distance": ("bloom", ("grpo", {**ADAPTED, "attention": "math"}, KL, {})),
+    "mpt, full, by distance": ("mpt", ("rloo", {"attention": "math"}, TWICE, {})),
     "falcon, lora": ("falcon", WITH_KL),
     "gptj, lora": ("gptj", WITH_KL),
     "phi, lora": ("phi", WITH_KL),
