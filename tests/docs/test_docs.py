@@ -63,7 +63,7 @@ def test_the_quick_start_trains_and_reports(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("certified_here")
 def test_the_page_on_objectives_learns_from_rewards(tmp_path, monkeypatch):
-    """Of its 120 iterations the first four; its request is the recipe's, whose data is made so."""
+    """Of its 200 iterations the first four; its request is the recipe's, whose data is made so."""
     text = (DOCS / "objectives.md").read_text()
     (request,) = (body for body in blocks(text, "yaml") if "objective: grpo" in body)
     recipe = (DOCS.parent / "recipes" / "next-digit_grpo_cpu.yaml").read_text()
@@ -72,7 +72,7 @@ def test_the_page_on_objectives_learns_from_rewards(tmp_path, monkeypatch):
     done = subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, check=True)
     shown = blocks(text, "text")[0]
     assert done.stdout.startswith(shown)
-    assert len(done.stdout.splitlines()) == 10
+    assert len(done.stdout.splitlines()) == 9
     (tmp_path / "prompts.jsonl").write_text(done.stdout)
     (tmp_path / "request.yaml").write_text(request)
     monkeypatch.chdir(tmp_path)

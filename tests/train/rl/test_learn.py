@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -314,10 +315,22 @@ def test_too_few_prompts_are_named(make):
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["grpo", "rloo"])
 def test_a_reward_is_learned(objective, tmp_path):
-    """A share of bench/rl_learns.py: from a random answer's reward to nearly all of it."""
+    """A share of bench/rl_learns.py. One digit for all prompts is right in a ninth of them."""
     spec = importlib.util.spec_from_file_location("rl_learns", BENCH)
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
-    row = bench.learn("digits", objective, 7, tmp_path, steps=45, policy=Policy())
-    assert row["before"] < 0.5
-    assert row["after"] > 0.95
+    row = bench.learn(objective, 3, tmp_path, steps=90)
+    assert row["before"] < 0.03
+    assert row["after"] > 0.3
+
+
+def test_every_seed_of_the_bench_has_learned():
+    """What docs/objectives.md says of five seeds is what was measured, within two minutes each."""
+    rows = json.loads((BENCH.parent / "results" / "rl_learns.json").read_text())["rows"]
+    for objective, least in (("grpo", 0.98), ("rloo", 0.87)):
+        found = [row for row in rows if row["objective"] == objective]
+        assert [row["seed"] for row in found] == [0, 1, 2, 3, 4]
+        for row in found:
+            assert row["before"] < 0.02
+            assert row["after"] > least
+            assert row["cpu_seconds"] < 120
