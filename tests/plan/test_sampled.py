@@ -120,12 +120,15 @@ def test_a_batch_that_is_left_open_holds_whole_groups():
 
 @pytest.mark.parametrize("objective", ["grpo", "rloo"])
 def test_a_plan_of_sampled_answers_has_a_verdict_over_all_phases(objective):
-    made = plan(ask(objective, allocator="expandable_segments:True"))
+    made = plan(ask(objective))
     assert made.memory.verdict == "fits"
+    assert made.recipe.allocator == "expandable_segments:True"
+    assert any("expandable_segments:True (answers of many" in line for line in made.assumptions)
     phases = [str(phase) for phase in made.ledger.phases]
     assert phases[:3] == ["load", "prefill", "decode"]
     assert api.predict(restate(made)).memory.verdict == "fits"
-    whole = plan(ask(objective))
+    whole = plan(ask(objective, allocator="expandable_segments:False"))
+    assert not any("expandable_segments" in line for line in whole.assumptions)
     assert whole.memory.verdict == "at_risk"
     assert "expandable_segments:True` leaves little" in whole.memory.because
     assert (
@@ -164,7 +167,10 @@ def test_a_plan_that_does_not_fit_offers_what_a_rollout_can_do_without():
     asked = ask(
         limits={"memory": "900 MiB"}, hardware={"device": "cpu"}, micro_batch=1, method="full",
         model=DEEP,
-        rollout={"max_prompt_length": 16, "max_completion_length": 2000, "num_generations": 64},
+        rollout={
+            "max_prompt_length": 16, "max_completion_length": 2000, "num_generations": 64,
+            "rows": 64,
+        },
         task={"global_batch": 64},
     )  # fmt: skip
     made = api.plan(asked)
@@ -177,16 +183,35 @@ def test_a_plan_that_does_not_fit_offers_what_a_rollout_can_do_without():
         assert plan(change(asked, way.changes)).memory.verdict == "fits"
 
 
+def test_as_many_answers_are_in_flight_as_the_device_holds():
+    """The most of all, a half, a quarter, ... that fit; an answer is the same beside any others."""
+    asked = ask(
+        limits={"memory": "900 MiB"}, hardware={"device": "cpu"}, micro_batch=1, method="full",
+        model=DEEP, precision="fp32",
+        rollout={"max_prompt_length": 16, "max_completion_length": 2000, "num_generations": 64},
+        task={"global_batch": 64},
+    )  # fmt: skip
+    made = plan(asked)
+    assert made.memory.verdict == "fits"
+    rows = made.recipe.rollout.rows
+    assert rows in (1, 2, 4, 8, 16, 32)
+    assert any(f"{rows} of them in flight (`rollout.rows`)" in line for line in made.assumptions)
+    assert plan(restate_rows(asked, 2 * rows)).memory.verdict != "fits"
+    assert plan(restate_rows(asked, rows)).ledger.peak == made.ledger.peak
+    roomy = plan(replace(asked, limits=replace(asked.limits, memory="20 GiB")))
+    assert roomy.recipe.rollout.rows == 0  # all of them
+    assert not any("in flight" in line for line in roomy.assumptions)
+
+
 def test_levers_turn_the_keys_of_a_rollout():
     made = api.plan(ask(method="lora", limits={"memory": "40 GiB"}))
     keys = {key for lever in made.levers for key in lever.changes}
     assert {
-        "allocator", "rollout.rows", "rollout.max_completion_length", "rollout.num_generations",
+        "rollout.rows", "rollout.max_completion_length", "rollout.num_generations",
     } <= keys  # fmt: skip
     by_key = {tuple(lever.changes): lever for lever in made.levers}
     assert "changes what is learned" in by_key[("rollout.max_completion_length",)].because
     assert "changes what is learned" not in by_key[("rollout.rows",)].because
-    assert by_key[("allocator",)].fits
 
 
 @pytest.mark.parametrize(
@@ -194,8 +219,8 @@ def test_levers_turn_the_keys_of_a_rollout():
     [("max_completion_length", "max_completion_length"), ("num_generations", "num_generations")],
 )
 def test_the_most_of_a_rollout_that_fits_is_found(field, key):
-    """The value found fits, and the next one does not."""
-    rollout = {"max_prompt_length": 16}
+    """The value found fits, and the next one does not, with all answers in flight."""
+    rollout = {"max_prompt_length": 16, "rows": 512}
     if field == "num_generations":
         rollout["max_completion_length"] = 1000
     asked = ask(

@@ -33,7 +33,7 @@ def text(show, plan, width=80, **keys):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_why_shows_each_phase_with_its_range_and_rate(plan, width):
-    shown = text(show_plan, plan, width, why=True)
+    shown = text(show_plan, plan, width)
     assert max(map(cells, shown.splitlines())) <= width
     lines = shown.partition("Phases of an iteration")[2].splitlines()
     for phase in plan.time.phases:
@@ -58,5 +58,5 @@ def test_a_step_without_phases_shows_none():
     plain = api.plan(from_data({"model": "gpt2", "hardware": {"device": "h100-sxm"}}, Request,
                                source="here"), levers=False)  # fmt: skip
     assert plain.time.phases == ()
-    assert "Phases of an iteration" not in text(show_plan, plain, why=True)
+    assert "Phases of an iteration" not in text(show_plan, plain)
     assert "most of it" not in text(show_short, plain)

@@ -17,7 +17,7 @@ from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Framework
 from memfit.plan.request.problem import Problem, divisors, read_problem
 from memfit.plan.search.choice import Choice, Found
-from memfit.plan.search.levers import EXPANDABLE, head_extra
+from memfit.plan.search.levers import head_extra
 from memfit.records.hardware import Device
 from memfit.records.recipe import Recipe
 from memfit.records.request import change, find_weights
@@ -85,8 +85,6 @@ def _rollouts(problem: Problem, recipe: Recipe) -> Iterator[dict[str, Any]]:
     if not recipe.samples:
         return
     rollout, batch = recipe.rollout, recipe.global_batch
-    if not recipe.allocator and not problem.device.is_cpu:
-        yield {"allocator": EXPANDABLE}
     rows = rollout.rows or batch
     if rows > 1:
         yield {"rollout.rows": -(-rows // 2)}

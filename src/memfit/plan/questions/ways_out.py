@@ -19,7 +19,6 @@ from memfit.core.wording import as_yaml
 from memfit.objectives import find_objective
 from memfit.plan.request.problem import find_device
 from memfit.plan.search.candidates import node_size
-from memfit.plan.search.levers import EXPANDABLE
 from memfit.records import to_data
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind
@@ -155,14 +154,10 @@ def _in_flight(nearest: Plan) -> Iterator[Attempt]:
     recipe = nearest.recipe
     if not recipe.samples:
         return
-    expands: dict[str, Any] = {}
-    if not recipe.allocator and not find_device(recipe.device).is_cpu:
-        expands = {"allocator": EXPANDABLE}  # without which nothing fits for certain
-        yield Attempt("knobs", "segments of memory that expand", expands)
     rows = (recipe.rollout.rows or recipe.global_batch) // 2
     while rows:
         title = f"{rows} answers in flight" if rows > 1 else "one answer in flight"
-        yield Attempt("knobs", title, {"rollout.rows": rows, **expands})
+        yield Attempt("knobs", title, {"rollout.rows": rows})
         rows //= 2
 
 

@@ -46,6 +46,7 @@ from memfit.plan.request.objectives.sampled import (
     choose_reward,
     choose_rollout,
     samples,
+    settle_allocator,
 )
 from memfit.plan.request.positions import check_positions, describe_positions
 from memfit.plan.request.precision import HALF, find_conflict, precisions
@@ -111,6 +112,7 @@ def read_problem(
         reference = find_published(reference)
     model = families.read_model(reference)
     device = device or find_device(request.hardware.device)
+    request = settle_allocator(request, device) if own else request
     usable, because = find_usable(request, device)
     problem = Problem(
         request=request,
@@ -210,6 +212,8 @@ def _assumptions(stated: Request, request: Request, model: Model) -> tuple[str, 
     lines = [*describe_names(request)]
     if baseline := describe_baseline(stated, request):
         lines.append(baseline)
+    if request.allocator != stated.allocator:
+        lines.append(f"allocator {request.allocator} (answers of many lengths; not asked for)")
     if request.task.sequence_length == "auto":
         lines.append(f"sequence_length {sequence_length(request, model)} (not asked for)")
     if request.task.global_batch == "auto":

@@ -22,6 +22,7 @@ from memfit.parallelism.limits import refuse, why_no_mesh
 from memfit.parallelism.tensor import why_no_shared_products
 from memfit.plan.budget.limits import find_excess, find_unjudged
 from memfit.plan.memory.host_memory import shards_on_host
+from memfit.plan.memory.predicted_memory import predict_rollout
 from memfit.plan.request.meshes import (
     check_batch,
     check_described,
@@ -128,7 +129,7 @@ def _first_that_fits(problem: Problem, failed: list[Candidate]) -> Found | None:
     excess: DoesNotFit | None = None
     for start in _preferences(problem):
         tried: list[Candidate] = []
-        best = _fastest_of_meshes(start, tried)
+        best = _fastest_in_flight(start, tried)
         if best is not None:
             choice = _choose(best)
             plan = assemble(problem, choice, list_considered(best, tried))
@@ -256,6 +257,31 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
             own = _with_optimizer(problem, optimizer)
             recipe = first_recipe(own, method=method, precision=precision, parallel=first)
             yield Candidate.of(own, recipe)
+
+
+def _fastest_in_flight(start: Candidate, tried: list[Candidate]) -> Candidate | None:
+    """The fastest that fits with the most answers in flight at once that anything fits with.
+
+    An answer does not depend on how many are sampled beside it, so that fewer learn the same and
+    take longer. Where an update needs more than sampling, fewer answers make nothing fit.
+    """
+    problem, rollout = start.problem, start.recipe.rollout
+    usable = problem.usable
+    if not start.recipe.samples or problem.request.rollout.rows != "auto" or usable is None:
+        return _fastest_of_meshes(start, tried)
+    rows = answers = start.recipe.global_batch
+    while rows:
+        own = start.but(rollout=replace(rollout, rows=0 if rows == answers else rows))
+        sampling = predict_rollout(own.model, own.recipe, problem.device)
+        rows //= 2
+        if sampling > usable and rows:
+            continue
+        failed: list[Candidate] = []
+        best = _fastest_of_meshes(own, failed)
+        tried += failed
+        if best is not None or (failed and _least_of(failed).about > sampling):
+            return best
+    return None
 
 
 def _with_optimizer(problem: Problem, name: str) -> Problem:

@@ -24,6 +24,7 @@ OF_GRPO = {
     "use_bias_correction_kl": "auto", "scale_rewards": "auto",
 }  # fmt: skip
 OF_RLOO = {"normalize_advantages": False}
+EXPANDABLE = "expandable_segments:True"
 UNUSED = {"auto": "none", "none": "none"}  # of `offload`
 
 
@@ -62,6 +63,16 @@ def check_sampled(request: Request) -> None:
         global_batch=request.global_batch, generations=request.generations,
     )  # fmt: skip
     choose_policy(request, "lora" if request.method == "auto" else request.method)
+
+
+def settle_allocator(request: Request, device: Device) -> Request:
+    """The request with segments that expand, where answers are sampled and nothing is stated.
+
+    Answers of other lengths leave gaps between whole segments, which grow as a run goes on.
+    """
+    if request.allocator or device.is_cpu or not samples(request):
+        return request
+    return replace(request, allocator=EXPANDABLE)
 
 
 def choose_rollout(request: Request) -> Rollout:
@@ -156,6 +167,8 @@ def describe_sampled(request: Request, recipe: Recipe) -> str:
     ]
     if rollout.filters:
         parts.append("the loss computes with the chances before top-k, top-p, min-p and penalty")
+    if request.rollout.rows == "auto" and rollout.rows:
+        parts.append(f"{rollout.rows} of them in flight (`rollout.rows`)")
     usual = find_objective(recipe.objective).sampled
     if request.policy.beta == "auto":
         whole = usual is not None and usual.beta and not policy.beta
