@@ -298,7 +298,7 @@ REFUSED = {
     "weights of pairs": ("dpo", {"desirable": 2.0}, "whose answers are pairs"),
     "unknown": ("dpo", {"loss_type": "sigmoud"}, "did you mean `sigmoid`"),
     "sorted": ("dpo", {"loss_type": "aot"}, "depend on how it is cut"),
-    "a beta of scores": ("reward", {}, "are rewards as they are"),
+    "a beta of scores": ("reward", {"loss_type": "bradley_terry"}, "are rewards as they are"),
     "a centre of log-probabilities": ("dpo", {"center": 0.1}, "which has no scores"),
     "of another objective": ("simpo", {"loss_type": "ipo"}, "is not a loss of `objective: simpo`"),
     "not smoothed": ("dpo", {"loss_type": "hinge", "label_smoothing": 0.1}, "which has none"),
