@@ -280,7 +280,7 @@ def test_a_list_of_the_config_must_say_the_same_of_each_blocks_new_place() -> No
         {"window": 5}, {"training": False}, {"act": torch.tanh}, {"names": ["a", "b"]},
         {"settings": OrderedDict(a=1)}, {"path": "model.layers.9.part"},
     ],
-    ids=str,
+    ids=lambda attributes: next(iter(attributes)),
 )  # fmt: skip
 def test_a_block_differs_by_any_attribute(attributes: dict[str, Any]) -> None:
     plain = describe_module(Part(3, 1), 1)
