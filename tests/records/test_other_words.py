@@ -17,6 +17,7 @@ VALUES = {  # a value as its trainer writes it; `true` where the word is a switc
     "optimizer.beta2": 0.95, "optimizer.eps": 1e-8, "optimizer.warmup_ratio": 0.03,
     "regularisation.label_smoothing": 0.1,
     "optimizer.floor": 0.1, "optimizer.learning_rate": 2e-5,
+    "rollout.top_p": 0.9, "rollout.min_p": 0.1, "rollout.stop_words": ["the end"],
 }  # fmt: skip
 OWN = {
     **dict.fromkeys(("chat_template", "chat_template_path", "chat_template_jinja"), "own.jinja"),

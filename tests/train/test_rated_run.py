@@ -308,13 +308,6 @@ def test_other_frameworks_are_refused_before_their_micro_batch_is(framework):
         api.predict(planned(framework=framework, method="lora", micro_batch=1))
 
 
-def test_a_reward_model_is_refused_by_name(tmp_path):
-    file = tmp_path / "request.yaml"
-    file.write_text("model: llama-3.1-8b\ntask: {objective: reward}\n")
-    with pytest.raises(InvalidRequest, match="a score head over the last token"):
-        api.read(file)
-
-
 def test_a_run_cut_otherwise_does_not_go_on_from_its_checkpoint(request_, cache, tmp_path):
     train(recipe_of(steps=2), request_, tmp_path / "run", cache=cache)
     other = recipe_of(steps=2, micro_batch=2, accumulation=4)

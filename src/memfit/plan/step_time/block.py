@@ -279,7 +279,7 @@ def score_head(setting: Setting) -> Number:
 def _head(setting: Setting) -> tuple[Passes, Number]:
     """Passes of the head's product, and bytes that logits and loss move in all."""
     shape, layout, machine, rates = setting
-    tokens = layout.micro_batch if shape.scores else work.tokens_of(layout)
+    tokens = where(shape.scores > 0, layout.micro_batch, work.tokens_of(layout))
     product = Product(tokens, shape.outputs / layout.tp, shape.hidden)
     own = machine.own.wide
     speed = (1.0 if own else machine.wide_products) * rates.head / rates.slowdown

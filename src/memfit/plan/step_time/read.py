@@ -100,7 +100,7 @@ def read_shape(model: Model) -> Shape:
         shared_ffn=float(e.shared_ffn), plain=plain, window=float(a.sliding_window),
         sliding=slides if a.sliding_window else 0.0, clamped=float(a.sinks and e.count > 0),
         vocab=float(a.vocab), own_head=float(not a.tied_embeddings and not a.scores),
-        scores=a.scores,
+        scores=float(a.scores),
     )  # fmt: skip
 
 

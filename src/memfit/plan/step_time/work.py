@@ -35,12 +35,12 @@ class Shape(NamedTuple):
     clamped: Number  # 1 where experts have biases and clamp (gpt-oss): more element-wise passes
     vocab: Number
     own_head: Number  # 1 where the head has a weight of its own, of the vocabulary's size
-    scores: bool = False  # the head makes one number of a row
+    scores: Number = 0.0  # 1 where the head makes one number of a row
 
     @property
     def outputs(self) -> Number:
         """Numbers that the head makes of what it reads."""
-        return 1.0 if self.scores else self.vocab
+        return where(self.scores > 0, 1.0, self.vocab)
 
 
 class Layout(NamedTuple):
