@@ -139,7 +139,7 @@ def test_states_and_weights_go_to_the_host_where_no_stage_is_enough(tmp_path, ca
         f"the host has {18 * trained / 2**30:.2f} GiB to spare for weights, gradients and states,"
         " which no verdict counts",
     )
-    words = ("check", str(path), "--device", "rtx-4090")
+    words = ("check", str(path), "--device", "rtx-4090", "--why")
     assert run(lambda: app.main([*words], standalone_mode=False)) == 3
     assert change.assumed[0] in " ".join(capsys.readouterr().out.split())
     lines = api.make_patch(change).splitlines()
@@ -167,7 +167,7 @@ def test_fsdps_shards_go_to_the_host(tmp_path):
 
 def test_a_patch_keeps_comments_and_touches_nothing_else(tmp_path, capsys):
     path = write(tmp_path, "axolotl.yaml", AXOLOTL.format(length=2048))
-    words = ("check", str(path), "--device", "rtx-4090")
+    words = ("check", str(path), "--device", "rtx-4090", "--why")
     assert run(lambda: app.main([*words, "--patch"], standalone_mode=False)) == 3
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [f"--- {path}", f"+++ {path}"]
@@ -181,7 +181,7 @@ def test_a_patch_keeps_comments_and_touches_nothing_else(tmp_path, capsys):
 def test_where_nothing_helps_it_is_said(tmp_path, capsys):
     path = write(tmp_path, "lf.yaml", FACTORY.replace("llama-3.1-8b", "llama-3.1-405b"))
     assert smallest(path, CARD) == ()
-    words = ("check", str(path), "--device", "rtx-4090")
+    words = ("check", str(path), "--device", "rtx-4090", "--why")
     assert run(lambda: app.main([*words], standalone_mode=False)) == 3
     assert "none of the keys that memfit knows" in capsys.readouterr().out
     assert run(lambda: app.main([*words, "--patch"], standalone_mode=False)) == 3
