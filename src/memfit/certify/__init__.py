@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from importlib.metadata import version
@@ -147,34 +147,28 @@ def _find_key(order: Order) -> str:
 
 
 @contextmanager
-def without_cache() -> Iterator[None]:
+def _switch_on(choice: ContextVar[bool]) -> Iterator[None]:
+    token = choice.set(True)
+    try:
+        yield
+    finally:
+        choice.reset(token)
+
+
+def without_cache() -> AbstractContextManager[None]:
     """Certificates are meanwhile made anew, and not cached."""
-    token = _FRESH.set(True)
-    try:
-        yield
-    finally:
-        _FRESH.reset(token)
+    return _switch_on(_FRESH)
 
 
-@contextmanager
-def with_full_traces() -> Iterator[None]:
+def with_full_traces() -> AbstractContextManager[None]:
     """Certificates are meanwhile of traces in which every block of the model runs."""
-    token = _FULL.set(True)
-    try:
-        yield
-    finally:
-        _FULL.reset(token)
+    return _switch_on(_FULL)
 
 
-@contextmanager
-def in_this_process() -> Iterator[None]:
+def in_this_process() -> AbstractContextManager[None]:
     """Certificates are meanwhile made here: this process does nothing else that a crash could harm,
     and another one would hold all libraries a second time."""
-    token = _HERE.set(True)
-    try:
-        yield
-    finally:
-        _HERE.reset(token)
+    return _switch_on(_HERE)
 
 
 def child_environment() -> dict[str, str]:

@@ -66,7 +66,7 @@ def trace_iterations(recipe: Recipe, device: Device, *, workspaces: bool = True)
 def describe_bounds(recipe: Recipe) -> tuple[str, ...]:
     """What answers may be for the certificate to hold."""
     rollout, answers = recipe.rollout, recipe.global_batch
-    rows = min(rollout.rows or answers, answers)
+    rows = rollout.in_flight(answers)
     bounds = [
         f"prompts of at most {rollout.max_prompt_length} tokens, answers of at most"
         f" {rollout.max_completion_length}; {rows} of {answers} answers in flight"

@@ -12,6 +12,14 @@ import msgspec
 from memfit.base_formats import check_base_format, find_base_format, own_formats
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
+from memfit.core.kinds_of_numbers import (
+    Auto,
+    NotNegative,
+    NotNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Truth,
+)
 from memfit.core.system.reading import (
     check_data,
     is_file,
@@ -55,16 +63,10 @@ from memfit.records.reinforcement.requested import (
 FALLING = ("linear", "cosine", "polynomial", "wsd")  # schedules that end at their floor
 USUAL_BATCH = 16  # sequences per optimizer step where the request does not say
 LIGER = "use_liger_kernel"  # as Hugging Face's Trainer names it
-Auto = Literal["auto"]
-Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
-NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
 Rows = Annotated[int, msgspec.Meta(ge=1, le=2**40, description="a whole number, 1 to 2^40")]
 Size = Annotated[str, msgspec.Meta(description="a size with its unit, for example `72 GiB`")]
 Duration = Annotated[str, msgspec.Meta(description="a time with its unit, for example `48 h`")]
 Money = Annotated[str, msgspec.Meta(description="an amount with its unit, for example `500 USD`")]
-Truth = Annotated[bool, msgspec.Meta(description="true, false or auto")]  # beside `Auto`
-NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, up to 1")]
 AtLeastOne = Annotated[float, msgspec.Meta(ge=1, description="a number, 1 or more")]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1, description="a number from 0 to below 1")]

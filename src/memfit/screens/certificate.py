@@ -21,10 +21,9 @@ from memfit.screens.widgets.layout import (
     show,
 )
 from memfit.screens.widgets.memory import show_bar, show_breakdown, show_verdict
-from memfit.screens.widgets.tensors import NOWHERE, each, show_tensors
+from memfit.screens.widgets.tensors import NOWHERE, each
 from memfit.screens.widgets.terminal import Console
 
-TENSORS = 10
 BEYOND_ALLOCATED = ("cached", "context")  # owners of what no tensor's block holds
 CHANGES = "*"  # the mark of a lever that changes what is learned
 
@@ -55,7 +54,6 @@ def show_certificate(
     _show_generation(console, certificate)
     if plan is not None:
         _show_kinds(console, certificate, plan)
-    _show_tensors(console, certificate)
     _show_every_tensor(console, certificate)
     if levers is not None:
         show_levers(console, levers)
@@ -141,13 +139,6 @@ def _show_kinds(console: Console, certificate: Certificate, plan: Plan) -> None:
     kinds = [k for k in predicted | certified]
     rows = [(str(k), predicted.get(k, 0), certified.get(k, 0), "") for k in kinds]
     _compare(console, f"By kind at the peak ({PHASES.get(phase, phase)})", rows)
-
-
-def _show_tensors(console: Console, certificate: Certificate) -> None:
-    if not certificate.at_peak:
-        return
-    heading(console, "Largest tensors alive at the peak")
-    show_tensors(console, certificate.at_peak[:TENSORS])
 
 
 def _show_every_tensor(console: Console, certificate: Certificate) -> None:

@@ -18,6 +18,7 @@ from memfit.screens.short import (
     describe_time,
     list_assumed,
     text,
+    write_lines,
 )
 from memfit.screens.widgets.layout import INDENT, STYLES, bullets, say
 from memfit.screens.widgets.terminal import Console
@@ -96,10 +97,8 @@ def _show_short(
     assumed = [*lists.pop(OF_FILES, []), *plan.assumptions]
     lines += _fit(console, lists, MOST - 2 - len(lines))
     left = MOST - 1 - len(lines)
-    for line in (*lines, *list_assumed(console, assumed, left if assumed else 0)):
-        console.write(line)
-    for line in text(console, WHOLE, style="dim"):
-        console.write(line)
+    lines += list_assumed(console, assumed, left if assumed else 0)
+    write_lines(console, lines, WHOLE)
 
 
 def _fit(console: Console, lists: Mapping[str, Sequence[str]], most: int) -> Lines:

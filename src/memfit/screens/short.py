@@ -50,9 +50,13 @@ def show_short(console: Console, plan: Plan, *, commands: Sequence[str]) -> None
             above += levers
             left -= len(levers)
             break
-    for line in (*above, *list_assumed(console, plan.assumptions, max(left, 1)), *below):
-        console.write(line)
-    for line in text(console, WHOLE, style="dim"):
+    assumed = list_assumed(console, plan.assumptions, max(left, 1))
+    write_lines(console, [*above, *assumed, *below], WHOLE)
+
+
+def write_lines(console: Console, lines: Lines, whole: str) -> None:
+    """Print a screen, and what shows the whole of it."""
+    for line in (*lines, *text(console, whole, style="dim")):
         console.write(line)
 
 

@@ -23,6 +23,7 @@ from memfit.screens.short import (
     describe_recipe,
     list_next,
     text,
+    write_lines,
 )
 from memfit.screens.widgets.layout import INDENT, next_commands
 from memfit.screens.widgets.tensors import NOWHERE, each
@@ -43,7 +44,8 @@ def show_short_certificate(
     """Print the screen; plan: what was predicted, None where nothing was."""
     memory = certificate.memory
     miss = memory.verdict == "does_not_fit"
-    below = [] if miss or levers is not None else list_next(console, commands)
+    continued = miss or levers is not None  # what to type next stands below all of it
+    below = [] if continued else list_next(console, commands)
     lines = describe_memory(console, certificate, note=" (certified)")
     lines += describe_recipe(console, certificate.recipe)
     ran = f"recipe {certificate.recipe_digest}: {describe_run(certificate)}"
@@ -55,17 +57,14 @@ def show_short_certificate(
     bounds = f"Holds for: {'; '.join(certificate.bounds)}" if certificate.bounds else ""
     left = MOST - 1 - len(lines) - len(below)
     lines += text(console, bounds, style="dim", most=max(left, 1)) if bounds else []
-    for line in (*lines, *below):
-        console.write(line)
-    for line in text(console, WHOLE, style="dim"):
-        console.write(line)
+    write_lines(console, [*lines, *below], WHOLE)
     if levers is not None:
         show_levers(console, levers)
     if miss:
         show_nearest(
             console, nearest, certificate.recipe.device, ranks=certificate.recipe.parallel.world
         )
-    if miss or levers is not None:
+    if continued:
         next_commands(console, commands)
 
 

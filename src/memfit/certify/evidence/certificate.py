@@ -28,6 +28,7 @@ from memfit.families import read_model
 from memfit.parallelism.pipeline import shown_micro_batches
 from memfit.plan.memory.predicted_memory import find_fullest
 from memfit.plan.memory.process import describe_process
+from memfit.plan.memory.verdict import doubt_other_lengths
 from memfit.records.hardware import Device
 from memfit.records.ledger import Entry, Kind, Phase
 from memfit.records.recipe import Parallel, Recipe
@@ -66,8 +67,7 @@ def make_certificate(
     if tape is not None:
         write_recording(_record(trace, None if device.is_cpu else settings), tape)
     memory, phases, bounds = _judge_trace(trace, device, settings, usable, recipe.parallel)
-    if recipe.samples and not device.is_cpu and not settings.expandable_segments:
-        memory = _of_other_lengths(memory)
+    memory = doubt_other_lengths(recipe, device, memory, "traced")
     generation, phases_later = None, dict[Phase, int]()
     if recipe.parallel.world == 1 and not recipe.scores:  # a score head says nothing
         later = trace_shortest(
@@ -91,17 +91,6 @@ def make_certificate(
         held_out=held_out,
         host={str(phase): n for phase, n in trace.host.items()},
     )
-
-
-def _of_other_lengths(memory: Memory) -> Memory:
-    """Answers of lengths that the trace has not leave gaps between whole segments."""
-    if memory.verdict != "fits":
-        return memory
-    because = (
-        f"{memory.because}; answers of other lengths than those traced may leave more unused:"
-        " `allocator: expandable_segments:True` leaves little"
-    )
-    return replace(memory, verdict="at_risk", because=because)
 
 
 def _choose_rank(recipe: Recipe, device: Device, rank: int | None) -> tuple[int, tuple[str, ...]]:

@@ -529,6 +529,18 @@ def rotary_embed(forward: Forward, weight: Tensor) -> Embedded:
     return Embedded(x, (cosines, sines, position_ids), (x,))
 
 
+def bend_logits(a: Architecture, logits: Tensor) -> Tensor:
+    """The head's logits as Hugging Face's class returns them: divided (Granite), or bent by a tanh
+    to stay below a cap (Gemma). What calls this keeps no name for them: they are let go on the way.
+    """
+    if a.logits_scaled or a.logit_cap:
+        logits = meta.scale(logits)
+    if a.logit_cap:
+        logits = meta.tanh(logits)
+        logits = meta.scale(logits)
+    return logits
+
+
 def loss_mean(
     forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor, chunk: int
 ) -> Tensor:

@@ -6,6 +6,7 @@ from memfit.core.units import parse_bytes, show_bytes, show_gib
 from memfit.optimizers import find_optimizer
 from memfit.records.model import Model
 from memfit.records.recipe import Recipe
+from memfit.records.reinforcement import scores_old
 
 # bytes of host tensors for a token of an update's rows: ids and labels in int64, a mask in fp32
 ROW, LOG_PROB = 8 + 8 + 4, 4  # and what one forward without a gradient leaves
@@ -51,10 +52,9 @@ def rollouts_on_host(recipe: Recipe) -> dict[str, int]:
     if not recipe.samples:
         return {}
     rollout, policy, answers = recipe.rollout, recipe.policy, recipe.global_batch
-    scored = int(policy.num_iterations > 1 or (recipe.objective == "rloo" and policy.beta > 0))
-    passes = scored + int(policy.beta > 0)
+    passes = int(scores_old(recipe.objective, policy)) + int(policy.beta > 0)
     tokens = answers * rollout.max_completion_length * (1 + rollout.dynamic_sampling)
-    drawn = min(rollout.rows or answers, answers) * rollout.max_completion_length
+    drawn = rollout.in_flight(answers) * rollout.max_completion_length
     return {
         "rows": answers * rollout.width * (ROW + LOG_PROB * passes),
         "answers": ANSWER * tokens + DRAWN * drawn,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate, takewhile
+from itertools import accumulate, groupby, takewhile
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -47,7 +47,7 @@ from memfit.plan.simulate.sampled.rollout import (
     find_limit,
     record_rollout,
 )
-from memfit.plan.simulate.setting import Batch, Recording, Setting
+from memfit.plan.simulate.setting import Batch, Recording, Run, Setting
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Phase
 from memfit.records.model import DTYPE_BYTES, Model, TensorSpec
@@ -146,9 +146,18 @@ def _record(setting: Setting, batch: Batch) -> Recording:
     return record_deep(setting, batch)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # so do those that differ in their updates
 def _record_calls(setting: Setting, slots: Slots, dtype: str) -> Recording:
     return record_rollout(setting, slots, dtype, steps=True)
+
+
+def _of_calls(setting: Setting) -> Setting:
+    """What a rollout's calls depend on: no loss, and blocks that differ in being recomputed are
+    alike."""
+    setting = without_history(setting)
+    alike = groupby(block for run in setting.runs for block in run.cycle * run.count)
+    runs = tuple(Run(cycle=(block,), count=len(list(same))) for block, same in alike)
+    return replace(setting, answers=None, chunk=0, runs=runs)
 
 
 def write_tape(model: Model, recipe: Recipe, device: Device) -> Tape:
@@ -347,14 +356,14 @@ class _Writer:
 
     def _roll_out(self, batch: Batch) -> None:
         """Prompts are read into slots, steps decode, and tokens are scored."""
-        recipe, meters = self.recipe, replace(without_history(self.setting), answers=None)
+        recipe = self.recipe
         slots = Slots.of(recipe, find_limit(self.model.architecture))
         dtype = key_dtype(self.model, recipe)
         self.enter(Phase.PREFILL)
         if self.threads == 2:  # the first product of all
             self._begin_products()
         cache = [self.hold(n) for n in cache_sizes(self.model.architecture, slots, dtype)]
-        calls = _record_calls(meters, slots, dtype)
+        calls = _record_calls(_of_calls(self.setting), slots, dtype)
         prefills = len(find_admissions(slots))
         for number, marks in enumerate(calls.passes):
             self.enter(Phase.PREFILL if number < prefills else Phase.DECODE)

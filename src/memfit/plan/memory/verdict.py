@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from memfit.allocator.settings import read_settings
 from memfit.catalog.overheads import find_outside
 from memfit.core import units
 from memfit.core.errors import MemoryUnknown
@@ -30,6 +33,22 @@ SAMPLED = Slack(  # where answers are sampled: those of other lengths leave othe
     source="the simulated run, replayed through the caching allocator; with shorter answers in"
     " between, certificates reserve from 1.1 % less to 2.6 % more",
 )  # fmt: skip
+
+
+def doubt_other_lengths(recipe: Recipe, device: Device, memory: Memory, done: str) -> Memory:
+    """The verdict where answers are sampled, whose lengths leave gaps between whole segments.
+
+    done: what was done with the lengths that were looked at, `replayed` or `traced`.
+    """
+    if not recipe.samples or device.is_cpu or memory.verdict != "fits":
+        return memory
+    if read_settings(recipe.allocator).expandable_segments:
+        return memory
+    because = (
+        f"{memory.because}; answers of other lengths than those {done} may leave more unused:"
+        " `allocator: expandable_segments:True` leaves little"
+    )
+    return replace(memory, verdict="at_risk", because=because)
 
 
 class Needed(NamedTuple):

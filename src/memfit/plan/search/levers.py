@@ -146,7 +146,7 @@ def _rollouts(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
     if not recipe.samples:
         return
     rollout, answers = recipe.rollout, recipe.global_batch
-    rows = rollout.rows or answers
+    rows = rollout.in_flight(answers)
     for other in dict.fromkeys((-(-rows // 2), min(2 * rows, answers))):
         if other != rows:
             yield replace(recipe, rollout=replace(rollout, rows=other if other < answers else 0))

@@ -7,16 +7,11 @@ on in its folder.
 from __future__ import annotations
 
 import math
-from typing import Annotated
-
-import msgspec
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.kinds_of_numbers import NotNegative, NotNegativeFloat, Positive
 from memfit.records import Record
 
-Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
-NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
-NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
 PARTS = 10  # a run is saved and evaluated this often, unless it is stated
 
 

@@ -151,6 +151,15 @@ class Rollout(Record, frozen=True, kw_only=True):
                     hint="leave it out, and every token may be drawn",
                 )
 
+    def in_flight(self, answers: int) -> int:
+        """How many of a rollout's answers are sampled at once."""
+        return min(self.rows or answers, answers)
+
+    def count_shown(self, answers: int) -> int:
+        """Answers, in whole groups, whose waves stand for those of all."""
+        group = self.num_generations
+        return min(-(-WAVES * self.in_flight(answers) // group) * group, answers)
+
     @property
     def filters(self) -> bool:
         """Whether tokens are drawn from other chances than those that the loss computes with."""

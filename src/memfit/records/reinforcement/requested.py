@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
+from memfit.core.kinds_of_numbers import (
+    Auto,
+    NotNegative,
+    NotNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Truth,
+)
 from memfit.records import Record
 from memfit.records.reinforcement import Level, ScaleRewards, check_spec
 
-Auto = Literal["auto"]
-Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
-NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
-NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
 Size = Annotated[str, msgspec.Meta(description="a size with its unit, for example `4 GiB`")]
-Truth = Annotated[bool, msgspec.Meta(description="true, false or auto")]  # beside `Auto`
 
 
 class RolloutRequest(Record, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
-from memfit.records.reinforcement import WAVES, RewardSettings, Rollout
+from memfit.records.reinforcement import RewardSettings, Rollout
 from memfit.train.generation.sampling import NewTokens
 from memfit.train.generation.settings import Completion
 from memfit.train.measure.observer import Observer
@@ -72,8 +72,8 @@ def _sample_few(
     *, observer: Observer, limits: tuple[int, ...],
 ) -> list[Completion]:  # fmt: skip
     """`sample_in_slots` of two waves of answers, which stand for all."""
-    group, answers = rollout.num_generations, len(prompts)
-    shown = min(-(-WAVES * (rollout.rows or answers) // group) * group, answers)
+    answers = len(prompts)
+    shown = rollout.count_shown(answers)
     made = sample_in_slots(
         built, prompts[:shown], rollout, end, seed,
         limits=limits[:shown], observer=observer, read=_go_on,

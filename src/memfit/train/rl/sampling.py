@@ -40,7 +40,7 @@ def sample_in_slots(
         group = 1
     settings = Settings(
         max_new_tokens=rollout.max_completion_length, max_prompt=rollout.max_prompt_length,
-        rows=rollout.rows or len(prompts), answers=group, temperature=rollout.temperature,
+        rows=rollout.in_flight(len(prompts)), answers=group, temperature=rollout.temperature,
         stop_tokens=() if end is None else (end,), seed=seed, limits=limits, reach=rollout.reach,
         top_k=rollout.top_k, top_p=rollout.top_p, min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty, stop_words=rollout.stop_words,

@@ -18,7 +18,7 @@ from memfit.base_formats import Product, find_base_format, is_quantised
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import show_bytes
 from memfit.families import find_family
-from memfit.families.shared.forward import Embedded, Forward, Weights, project
+from memfit.families.shared.forward import Embedded, Forward, Weights, bend_logits, project
 from memfit.meta import Tensor
 from memfit.meta.distributed.sharding import whole
 from memfit.meta.layers.dequantised import QUANTISED_DTYPE, Dequantised
@@ -154,16 +154,13 @@ class HfProgram(Record, frozen=True, kw_only=True):
         return meta.scale(liger_loss(flat, head, shift_labels(labels)))
 
     def logits(self, forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
-        """The head's, divided (Granite) or bent by a tanh to stay below a cap (Gemma)."""
-        a = forward.architecture
+        """The head's, as `bend_logits` has them."""
+        return bend_logits(forward.architecture, self._project_head(forward, weights, hidden))
+
+    def _project_head(self, forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
         logits = project(self._configure(forward), weights, "lm_head", hidden)
         if forward.tail is not None:
             forward.tail.leave(logits)
-        if a.logits_scaled or a.logit_cap:
-            logits = meta.scale(logits)
-        if a.logit_cap:
-            logits = meta.tanh(logits)
-            logits = meta.scale(logits)
         return logits
 
     def _older_loss(

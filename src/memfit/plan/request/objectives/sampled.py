@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from memfit.allocator.settings import read_settings
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import find_objective
+from memfit.plan.memory.verdict import doubt_other_lengths
 from memfit.records.hardware import Device
 from memfit.records.objectives import refuse_sampled
 from memfit.records.recipe import ADAPTED, Method, Recipe
@@ -178,20 +178,9 @@ def describe_sampled(request: Request, recipe: Recipe) -> str:
 
 
 def at_other_lengths(recipe: Recipe, device: Device, memory: Memory) -> Memory:
-    """Answers of any lengths leave gaps between whole segments, which no replay has all of.
-
-    The same as a certificate says of segments that do not expand. What filters of tokens hold is
-    not predicted at all.
-    """
+    """A prediction's verdict: what filters of tokens hold is not predicted; else see
+    `doubt_other_lengths`."""
     if recipe.samples and recipe.rollout.filters and memory.verdict in ("fits", "at_risk"):
         because = f"{FILTERED}; without them: {memory.because}"
         return replace(memory, verdict="unproven", because=because)
-    if not recipe.samples or device.is_cpu or memory.verdict != "fits":
-        return memory
-    if read_settings(recipe.allocator).expandable_segments:
-        return memory
-    because = (
-        f"{memory.because}; answers of other lengths than those replayed may leave more unused:"
-        " `allocator: expandable_segments:True` leaves little"
-    )
-    return replace(memory, verdict="at_risk", because=because)
+    return doubt_other_lengths(recipe, device, memory, "replayed")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from memfit import meta
 from memfit.core.system.collector import without_collecting
 from memfit.families import find_family
-from memfit.families.shared.forward import Forward, project
+from memfit.families.shared.forward import Forward, bend_logits, project
 from memfit.meta import Tensor
 from memfit.meta.attending.slots import Decode, Prefill
 from memfit.meta.elementwise import like
@@ -17,7 +17,7 @@ from memfit.plan.simulate.setting import Batch, Recording, Setting
 from memfit.records import Record
 from memfit.records.model import Architecture
 from memfit.records.recipe import Recipe
-from memfit.records.reinforcement import PREFILL_TOKENS, WAVES
+from memfit.records.reinforcement import PREFILL_TOKENS
 
 OWNER = "rollout"  # of what is alive beside the model's own
 
@@ -46,11 +46,11 @@ class Slots(Record, frozen=True, kw_only=True):
         """limit: positions of the model; 0 where nothing ends a row."""
         rollout, answers = recipe.rollout, recipe.global_batch
         tokens = min(rollout.width, limit or rollout.width)
-        group, rows = rollout.num_generations, min(rollout.rows or answers, answers)
         return cls(
-            rows=rows, group=group, prompt=min(rollout.max_prompt_length, tokens), tokens=tokens,
+            rows=rollout.in_flight(answers), group=rollout.num_generations,
+            prompt=min(rollout.max_prompt_length, tokens), tokens=tokens,
             reach=rollout.reach, heated=rollout.temperature != 1.0,
-            answers=min(-(-WAVES * rows // group) * group, answers),
+            answers=rollout.count_shown(answers),
         )  # fmt: skip
 
     @property
@@ -168,14 +168,8 @@ class _Calls:
         return self._head(forward, chosen)
 
     def _head(self, forward: Forward, hidden: Tensor) -> Tensor:
-        a = self.setting.architecture
-        logits = project(forward, self.simulation.outside, "lm_head", hidden)
-        if a.logits_scaled or a.logit_cap:
-            logits = meta.scale(logits)
-        if a.logit_cap:
-            logits = meta.tanh(logits)
-            logits = meta.scale(logits)
-        return logits
+        outside, a = self.simulation.outside, self.setting.architecture
+        return bend_logits(a, project(forward, outside, "lm_head", hidden))
 
     def _decode(self, columns: int) -> None:
         meter, slots, simulation = self.meter, self.slots, self.simulation

@@ -19,7 +19,7 @@ from memfit.plan.step_time.step import Parts, predict_step
 from memfit.records.hardware import Device
 from memfit.records.model import Architecture
 from memfit.records.recipe import Recipe
-from memfit.records.reinforcement import PREFILL_TOKENS
+from memfit.records.reinforcement import PREFILL_TOKENS, scores_old
 
 
 class Phase(NamedTuple):
@@ -59,7 +59,7 @@ class Counts(NamedTuple):
 def count(recipe: Recipe, architecture: Architecture) -> Counts:
     """Those of a recipe whose answers are sampled."""
     rollout, answers = recipe.rollout, recipe.global_batch
-    rows = min(rollout.rows or answers, answers)
+    rows = rollout.in_flight(answers)
     completion = rollout.max_completion_length
     if architecture.max_sequence and not architecture.alibi:  # positions end a row
         completion = min(completion, architecture.max_sequence - rollout.max_prompt_length)
@@ -89,7 +89,7 @@ def time_iteration(
         _prefill(setting, recipe, counts, device),
         _decode(decoding, counts),
     ]
-    if scores_old(recipe):
+    if scores_old(recipe.objective, recipe.policy):
         phases.append(_score(setting, recipe, counts, device, "score"))
     if recipe.policy.beta:
         phases.append(_score(setting, recipe, counts, device, "reference"))
@@ -103,13 +103,6 @@ def time_iteration(
         )
     )  # fmt: skip
     return Iteration(tuple(phases), update)
-
-
-def scores_old(recipe: Recipe) -> bool:
-    """Whether answers are scored under the policy that sampled them: updates that are on-policy
-    need no such pass (`train/rl/learn.py`)."""
-    rloo = recipe.objective == "rloo" and bool(recipe.policy.beta)
-    return recipe.policy.num_iterations > 1 or rloo
 
 
 def _switch(setting: Setting, recipe: Recipe, architecture: Architecture, counts: Counts) -> Phase:
