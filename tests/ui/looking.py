@@ -22,6 +22,7 @@ TINY = {
 }  # fmt: skip
 RESTING = """() => document.querySelector('.answer')
   && !document.querySelector('.answer[aria-busy=true]')"""
+TURN = "() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 50)))"
 
 # where the card ends that goes on behind 700 px: a picture that ends there cuts no chart
 END = """() => Math.min(1400, ...[...document.querySelectorAll('main section')]
@@ -60,6 +61,7 @@ def watched(browser, own):
 
 def rest(page):
     """Until the whole plan of what is asked stands there."""
+    page.evaluate(TURN)  # what a click just asked for is what is waited for
     page.wait_for_function(RESTING)
     page.wait_for_selector("#download:not([disabled]), .trouble")
 

@@ -122,7 +122,7 @@ def test_explore_is_not_crushed_by_a_few_and_shows_what_was_chosen(browser, serv
 def test_what_was_meant_is_a_click_away(browser, server):
     with opened(browser, server, "plan?model=pythia-70n&hardware.device=rtx-4090") as page:
         page.click(".trouble a >> nth=0")
-        page.wait_for_function("() => !location.hash.includes('pythia-70n')")
+        page.wait_for_selector(".trouble", state="detached")
         rest(page)
         assert page.text_content("#verdict").startswith("FITS")
 

@@ -19,7 +19,7 @@ const REST = 250; // ms without a change, after which the whole plan is asked fo
 const AHEAD = 5000; // ms of asking ahead, the most
 const PAUSE = 1500; // ms between two stops of a slider, from which on they are two changes
 const planner = new Latest();
-const NOTHING: Planned = { answer: null, error: null, full: false, busy: true };
+const NOTHING = { answer: null, error: null, full: false, busy: true, query: "" };
 
 interface Catalogue {
   words: Words;
@@ -28,8 +28,10 @@ interface Catalogue {
 }
 
 function usePlan(keys: Keys, all: Slider[], touched: string, on: boolean): Planned {
-  const [planned, setPlanned] = useState(NOTHING);
+  const [last, setLast] = useState<Planned & { query: string }>(NOTHING);
   const query = queryOf(keys);
+  // From the render on in which the question changes, the last answer is an earlier question's.
+  const planned = last.query === query ? last : { ...last, full: false, busy: true };
   const latest = useRef(query);
   latest.current = query;
   useEffect(() => {
@@ -42,9 +44,9 @@ function usePlan(keys: Keys, all: Slider[], touched: string, on: boolean): Plann
       } catch (error) {
         next = { answer: null, error, full: true, busy: false };
       }
-      if (latest.current === query) setPlanned(next);
+      if (latest.current === query) setLast({ ...next, query });
     };
-    setPlanned((old) => ({ ...old, full: false, busy: true }));
+    setLast((old) => ({ ...old, full: false, busy: true }));
     if (held(`plan?${query}`)) void take("plan");
     else {
       planner.run(() => take("draft"));
