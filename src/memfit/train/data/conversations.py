@@ -1,6 +1,6 @@
 """One record of the data as what it says: a text, a prompt with its answer, messages, or a pair.
 
-Formats are told apart by their keys, of which a record needs one of these sets:
+Formats differ by their keys, of which a record needs one of these sets:
 
     messages                       a conversation: list of role and content (OpenAI)
     conversations                  the same as list of from and value (ShareGPT)
@@ -40,12 +40,12 @@ Message = dict[str, Any]
 
 
 class Example(NamedTuple):
-    """One document: its text, the characters that are learned, and where it stands."""
+    """One document: its text, the characters that are learned, and its place in the data."""
 
     text: str
     learned: tuple[tuple[int, int], ...] | None  # None: all of it
     closed: bool  # a start and an end of text are put around it; a chat template does its own
-    where: str
+    place: str
 
 
 class Dialogue(NamedTuple):
@@ -68,7 +68,7 @@ Content = Dialogue | Written
 
 
 def read_record(
-    record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None, objective: str
+    record: Mapping[str, Any], place: str, tokenizer: Tokenizer | None, objective: str
 ) -> tuple[Content, ...]:
     """What a record says: two contents of a pair, the preferred answer first, else one.
 
@@ -76,21 +76,21 @@ def read_record(
     an empty text, a pair of equal answers.
     """
     if find_objective(objective).rated:
-        return _rated(record, where, objective)
+        return _rated(record, place, objective)
     if find_objective(objective).pairs:
         if not _has(record, "chosen", "rejected"):
             _refuse(
-                f"{where} is no pair of answers: it holds {_held(record)}",
+                f"{place} is no pair of answers: it holds {_held(record)}",
                 f"`objective: {objective}` needs `chosen` and `rejected`, and `prompt` where they"
                 " are texts",
             )
         if find_objective(objective).scores and record.get("margin") is not None:
             _refuse(
-                f"{where} has a `margin`, and `objective: {objective}` learns none",
+                f"{place} has a `margin`, and `objective: {objective}` learns none",
                 "leave the column out: TRL's RewardTrainer would learn it",
             )
-        return _pair(record, where)
-    return (_content(record, where, tokenizer),)
+        return _pair(record, place)
+    return (_content(record, place, tokenizer),)
 
 
 def _rated(record: Mapping[str, Any], place: str, objective: str) -> tuple[Content, ...]:
@@ -146,14 +146,14 @@ def _chat(talk: Dialogue, place: str, tokenizer: Tokenizer) -> tuple[str, list[t
         raise InvalidRequest(f"{place}: {error.message}", hint=error.hint) from None
 
 
-def texts_of(record: Mapping[str, Any], where: str) -> Iterator[str]:
+def texts_of(record: Mapping[str, Any], place: str) -> Iterator[str]:
     """The texts alone, of any format, to train a tokenizer on."""
     others = ("completion", "chosen", "text", "messages", "conversations", "instruction")
     if _has(record, "prompt") and not any(_has(record, name) for name in others):
         yield from _texts_beside_prompt(record)
         return
     pair = _has(record, "chosen", "rejected")
-    for content in _pair(record, where) if pair else (_content(record, where, None),):
+    for content in _pair(record, place) if pair else (_content(record, place, None),):
         if isinstance(content, Dialogue):
             yield from (m["content"] for m in content.messages)
         else:
@@ -181,46 +181,46 @@ def _refuse(message: str, hint: str = "") -> NoReturn:
     raise InvalidRequest(message, hint=hint)
 
 
-def refuse_columns(where: str, names: Sequence[str]) -> NoReturn:
+def refuse_columns(place: str, names: Sequence[str]) -> NoReturn:
     """Nothing in a record or a table is of a format that is known."""
     held = ", ".join(names) or "nothing"
-    _refuse(f"{where} has no column to train on: {held}", f"use {COLUMNS}")
+    _refuse(f"{place} has no column to train on: {held}", f"use {COLUMNS}")
 
 
-def _content(record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Content:
+def _content(record: Mapping[str, Any], place: str, tokenizer: Tokenizer | None) -> Content:
     """What one record says."""
     if _has(record, "messages"):
-        return Dialogue(read_messages(record["messages"], where, "messages"))
+        return Dialogue(read_messages(record["messages"], place, "messages"))
     if _has(record, "conversations"):
-        return Dialogue(_sharegpt(record["conversations"], where))
+        return Dialogue(_sharegpt(record["conversations"], place))
     if _has(record, "instruction", "output"):
-        return _alpaca(record, where, tokenizer)
+        return _alpaca(record, place, tokenizer)
     if _has(record, "prompt", "completion"):
-        return _answered(record, "completion", where)
+        return _answered(record, "completion", place)
     if _has(record, "text"):
-        return Written(_text(record, "text", where))
+        return Written(_text(record, "text", place))
     if _has(record, "chosen", "rejected"):
-        _refuse(f"{where} is a pair of answers", "pairs are for `task.objective: dpo`")
-    refuse_columns(where, list(record))
+        _refuse(f"{place} is a pair of answers", "pairs are for `task.objective: dpo`")
+    refuse_columns(place, list(record))
 
 
-def _pair(record: Mapping[str, Any], where: str) -> tuple[Content, Content]:
+def _pair(record: Mapping[str, Any], place: str) -> tuple[Content, Content]:
     """The preferred answer and the other one, to the same prompt."""
     if not _has(record, "prompt"):
         if isinstance(record["chosen"], str):
             _refuse(
-                f"{where}: `chosen` is a text, and there is no `prompt` that it answers",
+                f"{place}: `chosen` is a text, and there is no `prompt` that it answers",
                 "write prompt, chosen and rejected; only lists of messages can hold the prompt",
             )
         chosen, rejected = (
-            read_messages(record[name], where, name) for name in ("chosen", "rejected")
+            read_messages(record[name], place, name) for name in ("chosen", "rejected")
         )  # fmt: skip
         alike = _count_alike(chosen, rejected)
         pair: tuple[Content, Content] = Dialogue(chosen, alike), Dialogue(rejected, alike)
     else:
-        pair = _answered(record, "chosen", where), _answered(record, "rejected", where)
+        pair = _answered(record, "chosen", place), _answered(record, "rejected", place)
     if pair[0] == pair[1]:
-        _refuse(f"{where}: `chosen` and `rejected` are equal", "leave such pairs out")
+        _refuse(f"{place}: `chosen` and `rejected` are equal", "leave such pairs out")
     return pair
 
 
@@ -232,59 +232,61 @@ def _count_alike(a: list[Message], b: list[Message]) -> int:
     return min(len(a), len(b))
 
 
-def _answered(record: Mapping[str, Any], key: str, where: str) -> Content:
+def _answered(record: Mapping[str, Any], key: str, place: str) -> Content:
     """A prompt and the answer under `key`: two texts, or two lists of messages."""
     if isinstance(record["prompt"], str):
-        return Written(_text(record, "prompt", where), _text(record, key, where))
-    prompt = read_messages(record["prompt"], where, "prompt")
-    answer = read_messages(record[key], where, key)
+        return Written(_text(record, "prompt", place), _text(record, key, place))
+    prompt = read_messages(record["prompt"], place, "prompt")
+    answer = read_messages(record[key], place, key)
     if answer[: len(prompt)] == prompt:  # some files repeat the prompt in each answer
         answer = answer[len(prompt) :]
     return Dialogue([*prompt, *answer], len(prompt))
 
 
-def _alpaca(record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Content:
+def _alpaca(record: Mapping[str, Any], place: str, tokenizer: Tokenizer | None) -> Content:
     """One turn by the tokenizer's own template, or as plain paragraphs where it has none."""
-    task, answer = _text(record, "instruction", where), _text(record, "output", where)
-    more = _text(record, "input", where) if record.get("input") else ""
-    asked = f"{task}\n\n{more}" if more else task
+    task, answer = _text(record, "instruction", place), _text(record, "output", place)
+    more = _text(record, "input", place) if record.get("input") else ""
+    question = f"{task}\n\n{more}" if more else task
     if tokenizer is None or not tokenizer.wrapped.chat_template:
-        return Written(f"{asked}\n\n", answer)
-    return Dialogue([{"role": "user", "content": asked}, {"role": "assistant", "content": answer}])
+        return Written(f"{question}\n\n", answer)
+    return Dialogue(
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    )
 
 
-def _sharegpt(value: object, where: str) -> list[Message]:
-    turns = _list(value, where, "conversations", '[{"from": "human", "value": "Hi"}, …]')
+def _sharegpt(value: object, place: str) -> list[Message]:
+    turns = _list(value, place, "conversations", '[{"from": "human", "value": "Hi"}, …]')
     found = []
     for index, turn in enumerate(turns):
         name = f"conversations[{index}]"
         if not isinstance(turn, dict):
-            _refuse(f"{where}: `{name}` is a {type(turn).__name__}, not an object")
+            _refuse(f"{place}: `{name}` is a {type(turn).__name__}, not an object")
         if "role" in turn and "content" in turn:  # OpenAI's keys under ShareGPT's name
-            return read_messages(value, where, "conversations")
+            return read_messages(value, place, "conversations")
         speaker = turn.get("from")
         if not isinstance(speaker, str) or speaker.lower() not in ROLES:
             _refuse(
-                f"{where}: `{name}.from` is `{speaker}`, which is nobody that is known",
+                f"{place}: `{name}.from` is `{speaker}`, which is nobody that is known",
                 f"known: {', '.join(ROLES)}",
             )
-        content = _string(turn.get("value"), where, f"{name}.value")
+        content = _string(turn.get("value"), place, f"{name}.value")
         found.append({"role": ROLES[speaker.lower()], "content": content})
     return found
 
 
-def read_messages(value: object, where: str, key: str) -> list[Message]:
+def read_messages(value: object, place: str, key: str) -> list[Message]:
     """A list of messages as OpenAI writes them; raises InvalidRequest, naming the field."""
-    turns = _list(value, where, key, '[{"role": "user", "content": "Hi"}, …]')
+    turns = _list(value, place, key, '[{"role": "user", "content": "Hi"}, …]')
     for index, turn in enumerate(turns):
         name = f"{key}[{index}]"
         if not isinstance(turn, dict):
-            _refuse(f"{where}: `{name}` is a {type(turn).__name__}, not an object")
+            _refuse(f"{place}: `{name}` is a {type(turn).__name__}, not an object")
         for field in ("role", "content"):
             if field not in turn:
-                _refuse(f"{where}: `{name}` has no `{field}`: it holds {_held(turn)}")
+                _refuse(f"{place}: `{name}` has no `{field}`: it holds {_held(turn)}")
             if not (field == "content" and _only_calls(turn)):
-                _string(turn[field], where, f"{name}.{field}")
+                _string(turn[field], place, f"{name}.{field}")
     # a table fills up what only some messages have
     found = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
     return [{"content": ""} | turn for turn in found]
@@ -295,29 +297,29 @@ def _only_calls(turn: Mapping[str, Any]) -> bool:
     return turn.get("content") is None and bool(turn.get("tool_calls"))
 
 
-def _list(value: object, where: str, key: str, example: str) -> list[Any]:
+def _list(value: object, place: str, key: str, example: str) -> list[Any]:
     if not isinstance(value, list):
         _refuse(
-            f"{where}: `{key}` is a {type(value).__name__}, not a list of messages",
+            f"{place}: `{key}` is a {type(value).__name__}, not a list of messages",
             f"for example {example}",
         )
     if not value:
-        _refuse(f"{where}: `{key}` is empty", "leave such examples out")
+        _refuse(f"{place}: `{key}` is empty", "leave such examples out")
     return value
 
 
-def _text(record: Mapping[str, Any], key: str, where: str) -> str:
-    value = _string(record[key], where, key)
+def _text(record: Mapping[str, Any], key: str, place: str) -> str:
+    value = _string(record[key], place, key)
     if not value and key != "prompt":
-        _refuse(f"{where}: `{key}` is empty", "leave such examples out")
+        _refuse(f"{place}: `{key}` is empty", "leave such examples out")
     return value
 
 
-def _string(value: object, where: str, key: str) -> str:
+def _string(value: object, place: str, key: str) -> str:
     if not isinstance(value, str):
-        _refuse(f"{where}: `{key}` is a {type(value).__name__}, not a text")
+        _refuse(f"{place}: `{key}` is a {type(value).__name__}, not a text")
     try:
         value.encode()
     except UnicodeEncodeError:
-        _refuse(f"{where}: `{key}` holds half a surrogate pair")
+        _refuse(f"{place}: `{key}` holds half a surrogate pair")
     return value

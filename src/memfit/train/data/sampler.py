@@ -124,7 +124,7 @@ class Sampler:
     def all_once(self, tokens: int = 0) -> Iterator[Micro]:
         """Rows of the first epoch once, in micro-batches: what an evaluation reads.
 
-        tokens: of the first rows that hold so many together, the same for any micro-batch and
+        tokens: read the first rows that together hold this many, the same for any micro-batch and
         layout; 0 is every row. The last micro-batch is filled up with rows that predict nothing; of
         ranks, each reads as many, in turn.
         """
@@ -134,16 +134,16 @@ class Sampler:
         return (self._batch(first + mine, below=count) for first in rounds)
 
     def reads_all(self, tokens: int) -> bool:
-        """Whether `all_once` of so many tokens reads every row."""
+        """Whether `all_once(tokens)` reads every row."""
         return not tokens or self._first_rows(tokens) >= self._count_once()
 
     def _first_rows(self, tokens: int) -> int:
-        """How many rows hold at least so many tokens and something to predict; pairs stay whole."""
-        count, read, told, each = 0, 0, False, 2 if self._pairs else 1
-        while count < self._count_once() and not (told and read >= tokens):
+        """How many rows hold `tokens` or more and something to predict; pairs stay whole."""
+        count, read, predicts, each = 0, 0, False, 2 if self._pairs else 1
+        while count < self._count_once() and not (predicts and read >= tokens):
             for row in (self._rows.row(i, once=True) for i in range(count, count + each)):
                 read += sum(p.length for p in row)
-                told = told or any((self._read(p)[1] != IGNORED).any() for p in row)
+                predicts = predicts or any((self._read(p)[1] != IGNORED).any() for p in row)
             count += each
         return count
 
@@ -323,10 +323,10 @@ def build_rows(
     """
     sft = objective != "pretrain"
     cut = sft and corpus.learned is not None  # answers alone are learned
-    lengths, told = np.asarray(corpus.lengths), list(corpus.notes)
+    lengths, notes = np.asarray(corpus.lengths), list(corpus.notes)
     if cut:
         lengths, more = _fit(corpus, width, name)
-        told += more
+        notes += more
     elif lengths.max(initial=0) < 2:
         raise InvalidRequest(f"`{name}` has no token that another one predicts")
     rows: Rows
@@ -340,7 +340,7 @@ def build_rows(
         )
     else:
         rows = TableRows(one_a_row(lengths, width, cut=cut), width, seed, packed=False)
-    return rows, tuple(told)
+    return rows, tuple(notes)
 
 
 def _pair_rows(lengths: Array, width: int, seed: int, name: str) -> PairRows:
@@ -355,7 +355,7 @@ def _pair_rows(lengths: Array, width: int, seed: int, name: str) -> PairRows:
 
 
 def _fit(corpus: Corpus, width: int, name: str) -> tuple[Array, list[str]]:
-    """Lengths of fine-tuning examples, 0 for those that are left out, and what the user is told."""
+    """Lengths of fine-tuning examples, 0 for those that are left out, and notes for the user."""
     lengths = np.array(corpus.lengths)
     long = np.flatnonzero(lengths > width)
     refused = 0
@@ -371,12 +371,14 @@ def _fit(corpus: Corpus, width: int, name: str) -> tuple[Array, list[str]]:
             f"no example of `{name}` has an answer within sequence_length {width}",
             hint=f"the shortest example has {_find_shortest(corpus)} tokens",
         )
-    told = []
+    notes = []
     if cut := len(long) - refused:
-        told.append(f"{cut} examples of `{name}` are cut to sequence_length {width}")
+        notes.append(f"{cut} examples of `{name}` are cut to sequence_length {width}")
     if refused:
-        told.append(f"{refused} examples of `{name}` are left out: no answer within {width} tokens")
-    return lengths, told
+        notes.append(
+            f"{refused} examples of `{name}` are left out: no answer within {width} tokens"
+        )
+    return lengths, notes
 
 
 def _find_shortest(corpus: Corpus) -> int:

@@ -2,7 +2,7 @@
 
 Hugging Face's classes ask for attention by a name in the config. While a step decodes, the name
 is the one here; while a prompt is read, it is the one that the model trains with. Classes with
-code of their own (a bias by distance) are given the mask instead.
+code of their own (a bias by distance) receive the mask instead.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def attend_slots(
     return out.reshape(rows, 1, heads, value.shape[3]), None
 
 
-def _mask(**asked: Any) -> Tensor:
-    return _NOW.get().mask(asked["kv_length"], asked["dtype"])
+def _mask(**requested: Any) -> Tensor:
+    return _NOW.get().mask(requested["kv_length"], requested["dtype"])
 
 
 AttentionInterface.register(NAME, attend_slots)

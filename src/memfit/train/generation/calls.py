@@ -80,9 +80,9 @@ class Caller:
 def _only_last(head: nn.Module, lengths: Tensor) -> Iterator[None]:
     """The head sees the last token of each row alone: logits of whole prompts would be large."""
 
-    def choose(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def choose(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         del module
-        hidden, *others = given
+        hidden, *others = inputs
         rows = torch.arange(hidden.shape[0], device=hidden.device)
         return (hidden[rows, lengths - 1][:, None], *others)
 

@@ -66,7 +66,7 @@ def generate_batch(
 
     In the order of prompts, `settings.answers` to each. decode: ids to text, for stop words.
     dtype: of the slots; None takes autocast's where that is on, else the embedding's.
-    watch: is told each token as it is made. observer: is told of the slots, prefill and decode.
+    watch: receives each token as it is made. observer: learns of the slots, prefill and decode.
     read: takes sampled tokens off the device.
 
     Greedy answers are those of Hugging Face's `generate`. A sampled answer depends on the seed, the
@@ -177,10 +177,10 @@ class _Loop:
         return most
 
     def _admit(self) -> None:
-        """Begin the next waiting answers: to the kept prompt, else to prompts not yet read."""
+        """Begin the next waiting answers: to the spare prompt, else to prompts not yet read."""
         free = self.width - len(self.rows)
         if self.spare_prompt is not None:
-            self._begin_kept(free)
+            self._begin_spared(free)
             return
         each = self.settings.answers
         chosen: list[list[int]] = []  # the answers of each prompt that begin now
@@ -216,7 +216,7 @@ class _Loop:
             self.rows += [self._row(index) for index in group]
         self._take(logits[now.sources], targets)
 
-    def _begin_kept(self, free: int) -> None:
+    def _begin_spared(self, free: int) -> None:
         """Copy the spare row to the slots of its prompt's answers that waited."""
         assert self.spare_prompt is not None
         assert self.after is not None

@@ -1,4 +1,4 @@
-"""What is asked of generation, and what comes back."""
+"""The settings of generation, and its results."""
 
 from __future__ import annotations
 

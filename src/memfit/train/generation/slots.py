@@ -140,7 +140,7 @@ class Prefill:
     """A call over whole prompts, padded on the right: causal attention alone, as in training.
 
     sources, targets: row of the call -> slot that keeps it; a row may go to several slots.
-    spared: whether the last row of the call is kept in the spare row too.
+    spared: whether the last row of the call also fills the spare row.
     """
 
     before = 0

@@ -1,4 +1,4 @@
-"""What watches a run of the trainer's own code: told of phases and of what tensors are."""
+"""What watches a run of the trainer's own code: it learns of phases and of what tensors are."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def iterate(
 ) -> Summary:  # fmt: skip
     """Sample, judge and update; the weights afterwards are a function of those before.
 
-    observer: is told of phases and batches. cut: a trace leaves out micro-batches like others.
+    observer: learns of phases and batches. cut: a trace leaves out micro-batches like others.
     """
     learning.check(built.recipe)
     at_work = _Work(built, learning, observer, cut)
@@ -153,7 +153,7 @@ class _Scored(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What every part of an iteration is given."""
+    """The arguments that every part of an iteration shares."""
 
     built: Built
     learning: Learning

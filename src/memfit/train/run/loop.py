@@ -3,7 +3,7 @@
 folder/run.json      what was measured; written at the start, with each checkpoint, at the end
        log.jsonl     one object a step
        ranks/        the same two of every other rank
-       checkpoints/  the last two, or as many as `run.keep` says, and the best where it is kept
+       checkpoints/  the last two, or `run.keep` of them, and the best if the run selects one
        model/        the result
 """
 
@@ -233,9 +233,9 @@ def _read_before(folder: Path, recipe: Recipe, warn: Callable[[str], None]) -> R
 def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool) -> Run:
     if session.ranks.rank == 0:
         remove_unfinished(session.folder)
-    where = "the rehearsal of the worst batch"
+    moment = "the rehearsal of the worst batch"
     with explained_out_of_memory(
-        session.home, where, _diagnosis(session, None, where), lambda: _newest(session)
+        session.home, moment, _diagnosis(session, None, moment), lambda: _newest(session)
     ):
         built, session.done = _prepare(session)
     session.begun = session.done
@@ -257,10 +257,10 @@ def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool
                 if session.judged.stops:
                     session.progress.note(_describe_stop(session))
                     break
-                _stop_if_asked(session, built, log, index)
-                where = f"step {index + 1}"
+                _stop_if_requested(session, built, log, index)
+                moment = f"step {index + 1}"
                 with explained_out_of_memory(
-                    session.home, where, _diagnosis(session, built, where),
+                    session.home, moment, _diagnosis(session, built, moment),
                     partial(_rescue, session, built, log),
                 ):  # fmt: skip
                     _advance(session, built, log, index)
@@ -320,14 +320,14 @@ def _export(session: Session, built: Built) -> None:
     session.compare()
 
 
-def _diagnosis(session: Session, built: Built | None, where: str) -> Callable[[str], OutOfMemory]:
+def _diagnosis(session: Session, built: Built | None, moment: str) -> Callable[[str], OutOfMemory]:
     """What looks at the tensors that are alive when memory runs out."""
 
     def diagnose(message: str) -> OutOfMemory:
         meter = session.meter
         alive = meter.failed or find_alive(built, meter.phase, meter.device)
         return describe_shortage(
-            alive, session.certificate, recipe_digest=session.recipe.digest, where=where,
+            alive, session.certificate, recipe_digest=session.recipe.digest, moment=moment,
             message=message,
         )  # fmt: skip
 
@@ -382,9 +382,11 @@ def _prepare(session: Session) -> tuple[Built, int]:
     built = Built(recipe, model, build_optimizer(recipe, model))
     give_reference(session, built)
     if session.ranks.size > 1:
-        cuda, asked = meter.device.type == "cuda", session.cadence.asynchronous
+        cuda, requested = meter.device.type == "cuda", session.cadence.asynchronous
         session.saver = Saver(
-            session.folder, session.ranks, asynchronous=cuda if asked is None else asked
+            session.folder,
+            session.ranks,
+            asynchronous=cuda if requested is None else requested,
         )
     found = _agreed(session)
     if found is None:
@@ -491,8 +493,8 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
 
 def _tell_waits(session: Session, index: int) -> dict[str, float]:
     """Name the ranks that others wait for; the line's share of what this one waited."""
-    for said in session.waiting.tell(index):
-        session.warn(said)
+    for warning in session.waiting.tell(index):
+        session.warn(warning)
     waits = session.waiting.waits
     assert waits is not None
     return {"communication_seconds": waits.communicating, EXPOSED: waits.exposed}
@@ -607,10 +609,10 @@ def _save(session: Session, built: Built, log: Log, step: int) -> None:
     write_run(session, step, finished=False)
 
 
-def _stop_if_asked(session: Session, built: Built, log: Log, done: int) -> None:
+def _stop_if_requested(session: Session, built: Built, log: Log, done: int) -> None:
     room = done > session.begun and session.ranks.wants_more()
-    asked = (session.interrupts.requested, room)
-    found = session.ranks.gather(*map(float, asked))
+    wishes = (session.interrupts.requested, room)
+    found = session.ranks.gather(*map(float, wishes))
     stopping, moving = (any(flags) for flags in zip(*found, strict=True))
     if not stopping and not moving:
         return

@@ -36,7 +36,7 @@ class Alive(NamedTuple):
 
 
 def describe_shortage(
-    alive: Alive, certificate: Certificate | None, *, recipe_digest: str, where: str, message: str
+    alive: Alive, certificate: Certificate | None, *, recipe_digest: str, moment: str, message: str
 ) -> OutOfMemory:
     """The difference between what was alive and what was certified for that phase."""
     promised = certificate.ledger.at(alive.phase) if certificate else ()
@@ -45,7 +45,7 @@ def describe_shortage(
     found = [tensor for owner, tensor in alive.tensors if (tensor.kind, owner) in above]
     return OutOfMemory(
         recipe_digest=recipe_digest,
-        where=where,
+        where=moment,
         phase=str(alive.phase),
         message=message,
         complete=alive.complete,

@@ -148,8 +148,8 @@ class Session:
 
     def compare(self) -> None:
         """Warn of what is above the certificate by now, naming who holds it."""
-        for said in self.watcher.look(self.meter.counters(), self.done):
-            self.warn(said)
+        for warning in self.watcher.look(self.meter.counters(), self.done):
+            self.warn(warning)
 
 
 def _find_due(session: Session) -> Due:

@@ -36,7 +36,7 @@ class Rewards:
 
 
 def name_rewards(sums: Sequence[float], pairs: int) -> dict[str, float]:
-    """Means over so many pairs, as the log names them."""
+    """Means over `pairs` pairs, as the log names them."""
     chosen, rejected, won, *beside = (x / pairs for x in sums)
     named = {
         "reward_chosen": chosen,
@@ -163,7 +163,7 @@ class _LogProbs(torch.autograd.Function):
     rows) where `answered` (rows, tokens) parts answers from the rest.
 
     How much each row counts is known when all rows are: unlike the loss of single tokens, it cannot
-    be differentiated while its logits exist, so that backward makes them again.
+    be differentiated while its logits exist, so that backward makes them a second time.
     """
 
     @staticmethod
@@ -262,7 +262,7 @@ class _Judged(torch.autograd.Function):
     """policy (rows,) or (2, rows), reference and lengths (rows,) or None, counted (pairs,) -> loss,
     sums (3,) or, with a cross-entropy, (4,).
 
-    The loss's slope is in closed form: what is kept for the backward is (rows,), whatever it is.
+    The loss's slope is in closed form: what is saved for the backward is (rows,), whatever it is.
     """
 
     @staticmethod

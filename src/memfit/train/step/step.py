@@ -125,11 +125,11 @@ def _run_stages(built: Built, batches: Sequence[Batch], target_tokens: int, ente
     """All micro-batches through all stages; this rank's share of the mean loss."""
     telling = PhaseTracker(batches, enter)
 
-    def run(stage: Stage, batch: Batch, given: tuple[Tensor, ...]) -> Tensor:
+    def run(stage: Stage, batch: Batch, received: tuple[Tensor, ...]) -> Tensor:
         telling.begin(batch)
 
         def work() -> Tensor:
-            hidden = _hidden(built, batch, *given)
+            hidden = _hidden(built, batch, *received)
             if not stage.last:
                 return hidden
             telling.enter(Phase.LOSS)
@@ -145,7 +145,7 @@ def _run_stages(built: Built, batches: Sequence[Batch], target_tokens: int, ente
 
 
 def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tuple[Tensor, Tensor]:
-    """(sum of losses, number of target tokens or of pairs), 0-dim; nothing is kept and nothing
+    """(sum of losses, number of target tokens or of pairs), 0-dim; nothing is saved and nothing
     changes. rewards: what those of pairs are added to."""
     was_training = built.model.training
     built.model.eval()
@@ -167,7 +167,7 @@ def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tupl
 
 
 def log_probs(built: Built, batch: Batch) -> Tensor:
-    """(rows,) fp32 of each row's targets under the model as it is; nothing is kept."""
+    """(rows,) fp32 of each row's targets under the model as it is; nothing is saved."""
 
     def work() -> Tensor:
         return _log_probs(built, _hidden(built, batch), batch)
@@ -192,7 +192,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def answer_log_probs(built: Built, batch: Batch, temperature: float) -> TokenLogProbs:
-    """Of each target token under the model as it is; nothing is kept."""
+    """Of each target token under the model as it is; nothing is saved."""
     was_training = built.model.training
     built.model.eval()
     try:
@@ -329,8 +329,8 @@ def _reinforce(
     return loss
 
 
-def _hidden(built: Built, batch: Batch, given: Tensor | None = None) -> Tensor:
-    """(micro_batch, tokens, hidden), after the final norm; given: what a stage begins with."""
+def _hidden(built: Built, batch: Batch, received: Tensor | None = None) -> Tensor:
+    """(micro_batch, tokens, hidden), after the final norm; received: what a stage begins with."""
     extra: dict[str, object] = {} if batch.documents is None else {"documents": batch.documents}
     tokens = batch.input_ids.shape[1]
     a = read_model(built.recipe.model).architecture
@@ -345,7 +345,7 @@ def _hidden(built: Built, batch: Batch, given: Tensor | None = None) -> Tensor:
     places = batch.position_ids
     if places is None and built.recipe.parallel.tp > 1:  # the class would count its own tokens
         places = torch.arange(tokens, device=built.device).unsqueeze(0)
-    tokens_in = {"input_ids": batch.input_ids} if given is None else {"inputs_embeds": given}
+    tokens_in = {"input_ids": batch.input_ids} if received is None else {"inputs_embeds": received}
     out = parts(built.model).backbone(**tokens_in, position_ids=places, use_cache=False, **extra)
     hidden: Tensor = out.last_hidden_state
     return hidden
@@ -354,39 +354,39 @@ def _hidden(built: Built, batch: Batch, given: Tensor | None = None) -> Tensor:
 def _loss(
     built: Built, hidden: Tensor, labels: Tensor, target_tokens: int, scale: Tensor | None
 ) -> Tensor:
-    where = parts(built.model)
-    cap, divisor = _bends(where.base)
+    found = parts(built.model)
+    cap, divisor = _bends(found.base)
     if divisor is not None:
         hidden = hidden / divisor
-    return loss_mean(where.head, hidden, labels, built.recipe, target_tokens, scale, cap)
+    return loss_mean(found.head, hidden, labels, built.recipe, target_tokens, scale, cap)
 
 
 def _log_probs(built: Built, hidden: Tensor, batch: Batch) -> Tensor:
-    where = parts(built.model)
+    found = parts(built.model)
     if built.recipe.scores:
-        return row_scores(where.head, hidden, batch.labels)
-    cap, divisor = _bends(where.base)
+        return row_scores(found.head, hidden, batch.labels)
+    cap, divisor = _bends(found.base)
     if divisor is not None:
         hidden = hidden / divisor
-    return row_log_probs(where.head, hidden, batch.labels, built.recipe, cap, batch.context)
+    return row_log_probs(found.head, hidden, batch.labels, built.recipe, cap, batch.context)
 
 
 def _token_log_probs(
     built: Built, hidden: Tensor, labels: Tensor, temperature: float
 ) -> TokenLogProbs:
-    where = parts(built.model)
-    cap, divisor = _bends(where.base)
+    found = parts(built.model)
+    cap, divisor = _bends(found.base)
     if cap is not None:  # bent first, cooled afterwards
         cap = cap / temperature
     elif temperature != 1.0:
         divisor = (divisor or 1.0) * temperature
     if divisor is not None:
         hidden = hidden / divisor
-    return token_log_probs(where.head, hidden, labels, built.recipe, cap)
+    return token_log_probs(found.head, hidden, labels, built.recipe, cap)
 
 
 def _bends(base: nn.Module) -> tuple[float | None, float | None]:
-    """What logits are kept below by a tanh, and divided by.
+    """The cap of logits, under which a tanh holds them, and their divisor.
 
     To divide what logits are made of is the same as to divide them, and costs less.
     """

@@ -114,7 +114,7 @@ def _encode(
             ids, flags = next(written if example.closed else chats)
             if not flags.any():
                 raise InvalidRequest(
-                    f"{example.where} has no answer to learn",
+                    f"{example.place} has no answer to learn",
                     hint=f"objective: {objective} needs a completion, or a message of the role"
                     " `assistant`",
                 )
