@@ -52,7 +52,8 @@ SETTINGS = {
 # Predictions held to a trace of each setting, on a CPU and on a GPU: on one of the two, in turns.
 EITHER = (
     "test_in_backward.py", "test_memory.py", "test_offload.py", "test_orthogonal_and_factored.py",
-    "test_qat.py", "test_quantised_memory.py", "test_stochastic_rounding.py",
+    "test_qat.py", "test_quantised_memory.py", "test_rollout_memory.py",
+    "test_stochastic_rounding.py",
 )  # fmt: skip
 DEVICE = re.compile(r"cpu-x86|h100-sxm(5-80gb)?|a_cpu|cpu|cuda")
 

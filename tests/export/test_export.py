@@ -304,29 +304,30 @@ def test_a_wrong_target_offers_the_nearest():
     assert "`torchtitan`" in caught.value.hint
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", PLANS)
-def test_every_file_says_what_it_is_of(target, name):
-    plan = neighbour_plans.find_plan(name)
-    made = neighbour_plans.find_export(name, target)
-    if made is None:
-        pytest.skip("refused")
-    for file, text in made.files.items():
-        assert plan.recipe_digest in text, file
-        assert find_target(target).version in text, file
-        for key in made.left_out:
-            assert key in text, file
+# in `make test` every plan for a quarter of the targets, every target with a quarter of the plans
+QUARTERS = [pytest.param(n, TARGETS[at % 4 :: 4], id=n) for at, n in enumerate(PLANS)]
+ALL = [
+    pytest.param(n, TARGETS, id=f"{n}, every target", marks=pytest.mark.wide) for n in PLANS
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_yaml_of_both_versions_is_read_alike(target):
-    for name in PLANS:
-        made = neighbour_plans.find_export(name, target)
-        for file, text in made.files.items() if made else ():
+@pytest.mark.parametrize(("name", "targets"), [*QUARTERS, *ALL])
+def test_every_file_says_what_it_is_of_and_yaml_of_both_versions_is_read_alike(name, targets):
+    plan, written = neighbour_plans.find_plan(name), 0
+    for target in targets:
+        if (made := neighbour_plans.find_export(name, target)) is None:
+            continue  # refused
+        written += 1
+        for file, text in made.files.items():
+            assert plan.recipe_digest in text, (target, file)
+            assert find_target(target).version in text, (target, file)
+            for key in made.left_out:
+                assert key in text, (target, file)
             if file.endswith(("yaml", "yml")):
                 old, new = YAML(typ="safe", pure=True), YAML(typ="safe", pure=True)
                 old.version = (1, 1)
-                assert old.load(text) == new.load(text), file
+                assert old.load(text) == new.load(text), (target, file)
+    assert written
 
 
 @pytest.mark.parametrize("target", [*SCHEDULERS, "megatron"])

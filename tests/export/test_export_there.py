@@ -108,10 +108,15 @@ def judge(name, target, folder):
 LEAST = {"torchtitan": 2, "torchtitan-main": 2, "megatron": 2, "deepspeed": 3}  # of others 7
 
 
-# in `make test` every plan for a third of the targets, every target with a third of the plans
-THIRDS = [
-    pytest.param(target, list(PLANS)[at % 3 :: 3], id=target) for at, target in enumerate(TARGETS)
-]
+# in `make test` every plan for a third of the targets, every trainer with a third of the plans;
+# schedulers, which all run memfit's own step, with one
+SOME = [
+    pytest.param(
+        target, [*PLANS][at % 3 :: 3] if target not in SCHEDULERS else [*PLANS][at % 10 :][:1],
+        id=target,
+    )
+    for at, target in enumerate(TARGETS)
+]  # fmt: skip
 ALL = [
     pytest.param(target, list(PLANS), id=f"{target}, every plan", marks=pytest.mark.wide)
     for target in TARGETS
@@ -119,7 +124,7 @@ ALL = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "names"), [*THIRDS, *ALL])
+@pytest.mark.parametrize(("target", "names"), [*SOME, *ALL])
 def test_check_answers_what_the_export_claims(target, names, tmp_path):
     """Of every plan that the target takes, and it takes several: refusing all would prove nothing.
 
@@ -338,7 +343,7 @@ def test_odd_names_of_data_are_named_as_they_are(odd, tmp_path, monkeypatch):
     (folder / "d.jsonl").write_text(json.dumps(CHAT) + "\n")
     task = {"objective": "sft", "sequence_length": 512, "data": str(folder / "d.jsonl")}
     asked = read({**PLANS["lora"], "task": task})
-    for target in ("trl", "axolotl", "llamafactory"):
+    for target in ("trl", "axolotl", "llamafactory") if odd in ("-x", "[1]*?") else ("trl",):
         if glob.has_magic(odd) and target != "trl":
             with pytest.raises(InvalidRequest, match="pattern"):
                 api.export(asked, target)
