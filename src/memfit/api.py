@@ -191,6 +191,12 @@ def find_device(name: str) -> Device:
     return problems.find_device(name)
 
 
+def add_tracker(request: Request, name: str) -> Request:
+    """Return the request with one more of `run.trackers`, where it has not that one already."""
+    trackers = tuple(dict.fromkeys((*request.run.trackers, name)))
+    return structs.replace(request, run=structs.replace(request.run, trackers=trackers))
+
+
 def train(
     request: Request,
     folder: Path,
@@ -198,7 +204,6 @@ def train(
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda _: None,
     override: bool = False,
-    tensorboard: bool = False,
     elastic: Elastic | None = None,
 ) -> Run:
     """Plan and certify where that has not been done, then run exactly the certified recipe.
@@ -217,7 +222,7 @@ def train(
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
     if request.ranks > 1:
         return launch_ranks.train_ranks(
-            request, folder, progress=progress, say=say, override=override, tensorboard=tensorboard,
+            request, folder, progress=progress, say=say, override=override,
             policy=elastic or regaining.Elastic(),
         )  # fmt: skip
     prepared = prepare_apart(request, folder, say=say, override=override)
@@ -230,7 +235,6 @@ def train(
         certificate=prepared.certificate,
         predicted_seconds=prepared.plan.time.step_seconds,
         progress=progress,
-        tensorboard=tensorboard,
         override=override,
     )
 

@@ -392,16 +392,6 @@ def test_a_recipe_without_steps_is_refused(go):
         go(tiny_recipe(steps=0))
 
 
-def test_tensorboard_reads_what_was_logged(go, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = go(tiny_recipe(), tensorboard=True)
-    board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    board.Reload()
-    shown = [(e.step, e.value) for e in board.Scalars("loss")]
-    assert shown == [(s, pytest.approx(x, rel=1e-6)) for s, x in run.losses]
-
-
 def test_a_model_with_too_small_a_vocabulary_is_refused(request_, cache, tmp_path):
     data = read_data(request_, tiny_recipe().model, cache)
     small = ModelReference(name="small", source="", config={**CONFIG, "vocab_size": 260})

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @request_options
 @folder_option
 @anyway_option
-@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard's event files.")
+@click.option("--tensorboard", is_flag=True, help="run.trackers: add tensorboard.")
 @click.option(
     "--restarts", type=click.IntRange(min=0), default=3, show_default=True,
     help="Lost ranks after which the run goes on by itself, on fewer.",
@@ -65,12 +65,13 @@ def train_command(
 
     elastic = api.read_elastic(restarts, regain)
     request = read_target(target, device, memory, changes)
+    if tensorboard:
+        request = api.add_tracker(request, "tensorboard")
     home = folder or _folder_of(target)
     say = note(quiet)
     progress = None if quiet else api.open_progress(sys.stderr)
     run = api.train(
-        request, home, progress=progress, say=say, override=anyway, tensorboard=tensorboard,
-        elastic=elastic,
+        request, home, progress=progress, say=say, override=anyway, elastic=elastic,
     )  # fmt: skip
     if not api.is_first_rank():
         return

@@ -46,7 +46,6 @@ def train_ranks(
     progress: Progress | None,
     say: Callable[[str], None],
     override: bool,
-    tensorboard: bool,
     policy: Elastic,
 ) -> Run:
     """As `memfit.api.train`, of a request for more than one rank.
@@ -59,7 +58,7 @@ def train_ranks(
     if place is None:
         return _start(
             request, folder, progress, say,
-            override=override, tensorboard=tensorboard, policy=policy,
+            override=override, policy=policy,
         )  # fmt: skip
     if place.size != request.ranks:
         raise InvalidRequest(
@@ -76,7 +75,7 @@ def train_ranks(
 
     with join(place, kind) as ranks:
         ranks.from_first(first)
-        return _run(folder, ranks, progress, override=override, tensorboard=tensorboard)
+        return _run(folder, ranks, progress, override=override)
 
 
 def _device_type(request: Request) -> str:
@@ -90,7 +89,6 @@ def _start(
     say: Callable[[str], None],
     *,
     override: bool,
-    tensorboard: bool,
     policy: Elastic,
 ) -> Run:
     """Plan and certify here, then start the ranks and wait for them."""
@@ -107,7 +105,7 @@ def _start(
     prepare_apart(request, folder, say=say, override=override)
     from memfit.train.distributed.launch import launch
 
-    options = {"override": override, "tensorboard": tensorboard, "shown": progress is not None}
+    options = {"override": override, "shown": progress is not None}
 
     def start(current: Request, notes: Sequence[str]) -> None:
         fewer = current.ranks < request.ranks
@@ -125,7 +123,6 @@ def _run(
     progress: Progress | None,
     *,
     override: bool,
-    tensorboard: bool,
 ) -> Run:
     """Train what the run folder holds, as one of the ranks."""
     from memfit.train.run import loop
@@ -138,7 +135,6 @@ def _run(
         certificate=read_json(proof, Certificate) if proof.exists() else None,
         predicted_seconds=plan.time.step_seconds,
         progress=progress,
-        tensorboard=tensorboard and ranks.rank == 0,
         override=override,
         ranks=ranks,
     )
@@ -162,7 +158,7 @@ def main(arguments: list[str]) -> int:
             ranks.more = folder / MORE if options["fewer"] else None
             _run(
                 folder, ranks, progress,
-                override=options["override"], tensorboard=options["tensorboard"],
+                override=options["override"],
             )  # fmt: skip
     except BaseException as error:
         if not isinstance(error, Error):

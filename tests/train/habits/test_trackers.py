@@ -8,9 +8,11 @@ from msgspec.structs import replace
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import tiny_recipe
 
+from memfit import api
 from memfit.core.errors import InvalidRequest
 from memfit.records.habits import RunRequest
 from memfit.train.run.loop import Cadence, train
+from typed_commands import ASKED, quick, write
 
 
 class Kept(accelerate.tracking.GeneralTracker):
@@ -71,6 +73,27 @@ def test_tensorboard_is_accelerates(request_, cache, tmp_path):
     board.Reload()
     shown = [(event.step, event.value) for event in board.Scalars("loss")]
     assert shown == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in run.losses]
+
+
+@pytest.mark.parametrize(
+    ("words", "trackers"),
+    [
+        (["--tensorboard"], ("tensorboard",)),
+        (["--tensorboard", "--set", "run.trackers=[wandb]"], ("wandb", "tensorboard")),
+        (["--tensorboard", "--set", "run.trackers=[tensorboard]"], ("tensorboard",)),
+        ([], ()),
+    ],
+)
+def test_the_flag_is_the_key(words, trackers, tmp_path, monkeypatch):
+    asked = []
+
+    def stop(request, *_, **__):
+        asked.append(request.run.trackers)
+        raise InvalidRequest("far enough")
+
+    monkeypatch.setattr(api, "train", stop)
+    quick("train", write(tmp_path, ASKED), *words)
+    assert asked == [trackers]
 
 
 def test_a_tracker_that_fails_ends_no_run(kept, go, monkeypatch):

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from memfit.core.errors import InvalidRequest, RunFailed
-from memfit.core.libraries import install_extra
+from memfit.core.errors import RunFailed
 from memfit.records import write_atomically
 
 NAME = "log.jsonl"
@@ -38,9 +37,7 @@ class Log:
     when the file cannot be written.
     """
 
-    def __init__(
-        self, run: Path, done: int, *, tensorboard: bool = False, digest: str = ""
-    ) -> None:
+    def __init__(self, run: Path, done: int, *, digest: str = "") -> None:
         self._path = run / NAME
         rows = [row for row in read_log(run) if row["step"] <= done]
         content = b"".join(_line(row) for row in rows)
@@ -54,7 +51,6 @@ class Log:
             self._file = self._path.open("ab")
         except OSError as error:
             raise _failed(self._path, error) from None
-        self._board = _open_board(run, done) if tensorboard else None
         self._writes: list[Callable[[dict[str, Any]], None]] = []
         self._closes: list[Callable[[], None]] = []
 
@@ -72,10 +68,6 @@ class Log:
             raise _failed(self._path, error) from None
         for write in self._writes:
             write(row)
-        if self._board is not None:
-            for key, value in row.items():
-                if key != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(key, value, row["step"])
 
     def flush(self) -> None:
         """Make every line survive a power cut: called before a checkpoint that relies on them."""
@@ -94,8 +86,6 @@ class Log:
         self._file.close()
         for close in self._closes:
             close()
-        if self._board is not None:
-            self._board.close()
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
@@ -172,13 +162,3 @@ def _failed(path: Path, error: OSError) -> RunFailed:
         f"could not write `{path}`: {error.strerror}",
         hint="free space there and start the same command again: it resumes",
     )
-
-
-def _open_board(run: Path, done: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise InvalidRequest(
-            "TensorBoard is not installed", hint=install_extra("tensorboard")
-        ) from None
-    return SummaryWriter(str(run / "tensorboard"), purge_step=done + 1)

@@ -100,7 +100,6 @@ def train(
     certificate: Certificate | None = None,
     predicted_seconds: float | None = None,
     progress: Progress | None = None,
-    tensorboard: bool = False,
     cadence: Cadence | None = None,
     cache: Path | None = None,
     override: bool = False,
@@ -177,7 +176,7 @@ def train(
         for note in training.notes:
             session.progress.note(note)
         with explained_loss():
-            return _run(session, predicted_seconds, tensorboard=tensorboard)
+            return _run(session, predicted_seconds)
 
 
 def _find_other_rewards(session: Session, before: Run | None) -> Iterator[str]:
@@ -230,7 +229,7 @@ def _read_before(folder: Path, recipe: Recipe, warn: Callable[[str], None]) -> R
     return before
 
 
-def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool) -> Run:
+def _run(session: Session, predicted_seconds: float | None) -> Run:
     if session.ranks.rank == 0:
         remove_unfinished(session.folder)
     moment = "the rehearsal of the worst batch"
@@ -243,9 +242,7 @@ def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool
     certified = session.certificate.memory.peak_allocated if session.certificate else None
     session.progress.begin(Facts(session.recipe.steps, session.done, predicted_seconds, certified))
     try:
-        with Log(
-            session.home, session.done, tensorboard=tensorboard, digest=session.log_digest
-        ) as log:
+        with Log(session.home, session.done, digest=session.log_digest) as log:
             if not session.ranks.rank:
                 names = session.cadence.trackers
                 trackers = open_trackers(names, session.folder, session.done, session.warn)
