@@ -11,7 +11,8 @@ from memfit.certify.tracing.depth import sweep
 from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.core.units import MIB
 from memfit.plan.memory.verdict import needs
-from memfit.plan.request.problem import CHUNKS, divisors, read_problem
+from memfit.plan.request.meshes import divisors
+from memfit.plan.request.problem import CHUNKS, read_problem
 from memfit.plan.search.candidate import Candidate
 from memfit.plan.search.explained import describe
 from memfit.plan.search.search import predict, search

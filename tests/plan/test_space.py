@@ -9,7 +9,8 @@ from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks.shared.columns import with_columns
 from memfit.plan.memory.declared import predict_ledger
 from memfit.plan.request.defaults import read_defaults
-from memfit.plan.request.problem import divisors, find_device
+from memfit.plan.request.meshes import divisors
+from memfit.plan.request.problem import find_device
 from memfit.plan.search.candidates import explain, span
 from memfit.records import from_data
 from memfit.records.request import Request

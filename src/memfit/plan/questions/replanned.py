@@ -15,29 +15,30 @@ from memfit.core import units
 from memfit.core.errors import Error
 from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Framework
-from memfit.plan.request.problem import Problem, divisors, read_problem
+from memfit.plan.request.meshes import divisors
+from memfit.plan.request.problem import Problem
 from memfit.plan.search.choice import Choice, Found
 from memfit.plan.search.levers import head_extra
 from memfit.records.hardware import Device
 from memfit.records.recipe import Recipe
-from memfit.records.request import change, find_weights
+from memfit.records.request import Request, change, find_weights
 from memfit.records.results import Considered, Plan
 
-Planner = Callable[[Problem], Found]
+Planner = Callable[[Request], Found]
 
 
 def replan_levers(problem: Problem, chosen: Choice, find_plan: Planner) -> tuple[Considered, ...]:
     """Each lever's row: what its own plan takes, beside the chosen one.
 
-    find_plan: of a problem, with its choice. Raises nothing: a knob that cannot be set is left
-    out, and so is one that changes nothing.
+    find_plan: of a request on the same device, with its choice. Raises nothing: a knob that cannot
+    be set is left out, and so is one that changes nothing.
     """
     rows: list[Considered] = []
     seen = [chosen.recipe]
     for changes in list_changes(problem, chosen):
         try:
             changed = change(problem.request, changes)
-            plan, other = find_plan(read_problem(changed, device=problem.device))
+            plan, other = find_plan(changed)
         except Error:
             continue
         if other.recipe in seen:

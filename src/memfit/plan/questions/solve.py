@@ -18,9 +18,10 @@ from memfit.core.notebook import draw_tables
 from memfit.core.units import show_bytes
 from memfit.objectives import find_objective
 from memfit.plan.questions.compare import place
+from memfit.plan.request.meshes import divisors
 from memfit.plan.request.model_reference import find_reference
 from memfit.plan.request.objectives.sampled import choose_rollout, samples
-from memfit.plan.request.problem import divisors, find_device
+from memfit.plan.request.problem import find_device
 from memfit.plan.search.candidates import node_size
 from memfit.records import Record
 from memfit.records.request import Hardware, Request, Task

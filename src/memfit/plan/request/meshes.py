@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isqrt
+
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
@@ -150,3 +152,9 @@ def describe_mesh(parallel: Parallel) -> str:
     suffix = "" if parallel.reshard_after_forward or parallel.shards == 1 else ", kept gathered"
     found = (stages, copies, shards, tokens, products)
     return " x ".join(part for part in found if part) + suffix
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, ascending: the sizes that an axis of n ranks may have."""
+    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return [*low, *(n // d for d in reversed(low) if d * d != n)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from math import isqrt
 from typing import Any
 
 import msgspec
@@ -32,7 +31,7 @@ from memfit.parallelism.pipeline import runs_in
 from memfit.plan.frameworks import Framework, find_framework
 from memfit.plan.request.assumed import count_steps, describe_names
 from memfit.plan.request.lean import choose_lean, requested_lean
-from memfit.plan.request.meshes import list_meshes
+from memfit.plan.request.meshes import divisors, list_meshes
 from memfit.plan.request.model_reference import find_published, find_reference, with_head
 from memfit.plan.request.objectives.pairs import (
     check_pairs,
@@ -359,12 +358,6 @@ def _shares_tokens(request: Request) -> bool:
 @lru_cache(maxsize=256)
 def _count(model: Model) -> int:
     return model.parameters
-
-
-def divisors(n: int) -> list[int]:
-    """All divisors of n, ascending."""
-    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
-    return [*low, *(n // d for d in reversed(low) if d * d != n)]
 
 
 def first_recipe(

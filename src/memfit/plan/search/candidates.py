@@ -18,8 +18,8 @@ from memfit.objectives import find_objective
 from memfit.plan.frameworks import Framework, Job, Rule, Split, divide, find_framework
 from memfit.plan.frameworks.shared.columns import pick, with_columns
 from memfit.plan.request.defaults import read_defaults, read_parallel
-from memfit.plan.request.meshes import LEAST_SHARE
-from memfit.plan.request.problem import divisors, find_device
+from memfit.plan.request.meshes import LEAST_SHARE, divisors
+from memfit.plan.request.problem import find_device
 from memfit.plan.search.tables import (
     Columns,
     Removed,

@@ -21,8 +21,9 @@ from memfit.optimizers.low_bit import can_round
 from memfit.optimizers.shared.in_backward import refuse_in_backward
 from memfit.optimizers.shared.offloaded import why_not_offloaded
 from memfit.parallelism.limits import why_no_mesh
+from memfit.plan.request.meshes import divisors
 from memfit.plan.request.objectives.sampled import EXPANDABLE
-from memfit.plan.request.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
+from memfit.plan.request.problem import CHUNKS, Problem, allowed, check, first_recipe
 from memfit.plan.simulate.recompute import RecomputedBlocks, state_recompute
 from memfit.records.model import Architecture, Model
 from memfit.records.recipe import (

@@ -31,7 +31,11 @@ def search(problem: Problem, *, levers: bool = True) -> Plan:
         plan, chosen = _find_best(problem)
         if not levers or plan.memory.verdict == "does_not_fit":
             return plan
-        return replace(plan, levers=replan_levers(problem, chosen, _find_best))
+
+        def find(changed: Request) -> Found:
+            return _find_best(read_problem(changed, device=problem.device))
+
+        return replace(plan, levers=replan_levers(problem, chosen, find))
 
 
 def find_fitting(problem: Problem) -> Plan | None:
