@@ -12,7 +12,7 @@ from memfit.adapters import find_adapter
 from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Event
 from memfit.catalog.overheads import find_outside, find_overhead
 from memfit.certify import trace
-from memfit.certify.evidence.certificate import make_certificate
+from memfit.certify.evidence.certificate import certify_stages, make_certificate
 from memfit.certify.tracing.fake_device import fake_device
 from memfit.certify.tracing.recorder import Recorder
 from memfit.certify.tracing.world import fake_world
@@ -73,6 +73,22 @@ def test_a_certificate_says_which_rank_it_is_of() -> None:
     assert made.generation is None
     with pytest.raises(InvalidRequest, match="rank 5 is not one of 5"):
         make_certificate(recipe, CPU, GIB, None, rank=5)
+
+
+@pytest.mark.parametrize("loss", ["small", "large"])
+def test_the_certificate_of_a_run_has_the_phases_of_every_stage(loss: str) -> None:
+    """And is of the stage that is the fullest, whichever that is: the first or the last one."""
+    config = CONFIGS["llama"] | {"vocab_size": 97 if loss == "small" else 4096}
+    recipe = make_recipe(config=config, parallel=Parallel(pp=2), accumulation=4)
+    each = [make_certificate(recipe, CPU, GIB, None, rank=rank) for rank in range(2)]
+    made = certify_stages(recipe, CPU, GIB)
+    assert made.stages == {"0": each[0].phases, "1": each[1].phases}
+    peaks = [one.memory.peak_allocated for one in each]
+    assert made.memory == each[peaks.index(max(peaks))].memory
+    assert made.phases == made.phases_at(peaks.index(max(peaks)))
+    # what made the warning: in some phase the other stage holds more than the fullest one
+    other = made.phases_at(peaks.index(min(peaks)))
+    assert any(other[phase] > made.phases[phase] for phase in other.keys() & made.phases.keys())
 
 
 def test_persistent_bytes_fall_with_the_number_of_ranks() -> None:

@@ -13,6 +13,7 @@ from memfit.certify.evidence.certificate import make_certificate
 from memfit.core.errors import RunFailed
 from memfit.records import read_json
 from memfit.records.ledger import Entry, Kind, Ledger, Phase
+from memfit.records.recipe import Parallel
 from memfit.records.request import Request, Task
 from memfit.records.results import OutOfMemory
 from memfit.train.checkpoint.files import find_damage
@@ -185,6 +186,26 @@ def test_a_drift_is_said_once_and_again_when_it_has_doubled(certified):
     assert not watcher.wants_names
     (doubled,) = look(40, 9, held)
     assert "8.00 MiB above the limit" in doubled
+
+
+def test_a_stage_is_held_to_its_own_phases(certified):
+    staged = replace(certified.recipe, parallel=Parallel(pp=3))
+    made = replace(
+        certified, recipe=staged, phases={"forward": 90 * MIB, "save": 10 * MIB},
+        memory=replace(certified.memory, peak_allocated=90 * MIB),
+        stages={"0": {"forward": 90 * MIB, "save": 10 * MIB},
+                "2": {"forward": 40 * MIB, "save": 30 * MIB}},
+    )  # fmt: skip
+    held = Counters({Phase.FORWARD: 80 * MIB, Phase.SAVE: 30 * MIB}, Ledger(entries=()))
+
+    def drifts(certificate, place):
+        return {d.name: d.certified // MIB for d in find_drift(certificate, held, place)}
+
+    assert drifts(made, 0) == {"save": 10}
+    assert drifts(made, 1) == {"save": 10}  # of no stage of its own: the one before it
+    assert drifts(made, 2) == {"forward": 40}
+    # where one rank alone was traced, the others hold no more than its peak, whatever the phase
+    assert drifts(replace(made, stages={}), 2) == {}
 
 
 # -- memory that ends ------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class Order(Record, frozen=True, kw_only=True):
     tape: str = ""  # a file for the tape; "" keeps none
     rank: int | None = None  # of the recipe's mesh; None certifies the fullest
     full_trace: bool = False  # run every block, those too that repeat others
+    stages: bool = False  # of a pipeline, trace every stage that may be the fullest
 
 
 def certify(
@@ -73,6 +74,7 @@ def certify(
     held_out: RowBounds | None = None,
     tape: Path | None = None,
     rank: int | None = None,
+    stages: bool = False,
 ) -> Certificate:
     """Run the recipe's own step on fake tensors of the device, in a process of its own.
 
@@ -82,6 +84,7 @@ def certify(
     None takes the rows of `bounds_of`.
     tape: where a `certify.recording.Recording` is written; None keeps none.
     rank: of the recipe's mesh; None certifies the fullest, and its bounds say which that is.
+    stages: of a pipeline, with the phases of its other stages (`Certificate.stages`).
     One that was made before, of the same order, versions and files, comes from `certify.cache`.
     Raises NotCertified (the step cannot be traced here), InvalidRequest (it can run nowhere).
     """
@@ -94,6 +97,7 @@ def certify(
         held_out=held_out,
         tape=str(tape or ""),
         rank=rank,
+        stages=stages and recipe.parallel.pp > 1,
     )
     (made,) = certify_all([order])
     if isinstance(made, Error):
@@ -265,7 +269,7 @@ def answer_order(text: str, imports: int | None = None) -> str:
 
     imports: see `measure_imports`.
     """
-    from memfit.certify.evidence.certificate import make_certificate
+    from memfit.certify.evidence.certificate import certify_stages, make_certificate
 
     order = from_data(json.loads(text), Order, source="the order to certify")
     tape = Path(order.tape) if order.tape else None
@@ -273,11 +277,17 @@ def answer_order(text: str, imports: int | None = None) -> str:
     if imports is not None and device.is_cpu and device.context is None:
         device = device.with_context(imports)
     try:
-        made = make_certificate(
-            order.recipe, device, order.usable, order.batches,
-            data=order.data, held_out=order.held_out, tape=tape, rank=order.rank,
-            full_trace=order.full_trace,
-        )  # fmt: skip
+        if order.stages:
+            made = certify_stages(
+                order.recipe, device, order.usable,
+                data=order.data, held_out=order.held_out, full_trace=order.full_trace,
+            )  # fmt: skip
+        else:
+            made = make_certificate(
+                order.recipe, device, order.usable, order.batches,
+                data=order.data, held_out=order.held_out, tape=tape, rank=order.rank,
+                full_trace=order.full_trace,
+            )  # fmt: skip
     except Error as error:
         code = type(error).exit_code
         return json.dumps({"error": error.message, "hint": error.hint, "exit_code": code})

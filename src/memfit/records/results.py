@@ -264,6 +264,18 @@ class Certificate(Tabled, frozen=True, kw_only=True):
     # bytes of host tensors while a run on a GPU loads and saves; they are in none of the phases
     host: dict[str, int] = {}  # noqa: RUF012 (msgspec gives each its own)
     from_cache: bool = False  # made before, of the same recipe, limit, versions and device
+    # of a pipeline's places that were traced, each one's `phases`; a place between two of them
+    # holds no more than the one before it. Empty where one rank alone was traced
+    stages: dict[str, dict[str, int]] = {}  # noqa: RUF012 (as above)
+
+    def phases_at(self, place: int) -> dict[str, int]:
+        """Peaks that hold for the ranks of one place of a pipeline: its own, where its stage was
+        traced; of another stage's certificate the peak of the whole run alone holds."""
+        if self.recipe.parallel.pp == 1:
+            return self.phases
+        if not self.stages:
+            return dict.fromkeys(self.phases, max(self.phases.values()))
+        return self.stages[str(max(known for known in map(int, self.stages) if known <= place))]
 
     def tables(self) -> Mapping[str, Rows]:
         """See `Tabled`."""

@@ -42,6 +42,7 @@ def certify(
     request: Request | None = None,
     tape: Path | None = None,
     rank: int | None = None,
+    stages: bool = False,
     imports: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Certificate:
@@ -49,7 +50,8 @@ def certify(
 
     With a request that names data, on shapes that bound all micro-batches of that data; else on
     the rows of `shapes.bounds_of`. tape: where a `certify.recording` is written, for
-    `write_timeline`. rank: of the recipe's mesh; None certifies the fullest. imports: bytes
+    `write_timeline`. rank: of the recipe's mesh; None certifies the fullest. stages: of a pipeline,
+    with what its other stages hold. imports: bytes
     measured that a run on this CPU holds before its first tensor; None measures them in the process
     that certifies. say: called with how far the data is tokenised, where that takes a while.
     """
@@ -65,7 +67,7 @@ def certify(
 
         data, held_out = find_bounds(request, recipe, say=say)
     return certification.certify(
-        recipe, device, usable, data=data, held_out=held_out, tape=tape, rank=rank
+        recipe, device, usable, data=data, held_out=held_out, tape=tape, rank=rank, stages=stages
     )
 
 

@@ -177,8 +177,9 @@ def _certify(
     """The plan's certificate. Where none can be made: NotCertified, or None when overridden."""
     try:
         return certify(
-            made.recipe, usable=made.memory.usable, request=request, imports=imports, say=say
-        )
+            made.recipe, usable=made.memory.usable, request=request, imports=imports, say=say,
+            stages=True,
+        )  # fmt: skip
     except NotCertified as error:
         if not override:
             hint = f"{error.hint}; {ANYWAY}" if error.hint else ANYWAY

@@ -26,7 +26,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import installed_versions
 from memfit.families import read_model
 from memfit.parallelism.pipeline import shown_micro_batches
-from memfit.plan.memory.predicted_memory import find_fullest
+from memfit.plan.memory.predicted_memory import find_fullest, predict_stages
 from memfit.plan.memory.process import describe_process
 from memfit.plan.memory.verdict import doubt_other_lengths
 from memfit.records.hardware import Device
@@ -91,6 +91,39 @@ def make_certificate(
         held_out=held_out,
         host={str(phase): n for phase, n in trace.host.items()},
     )
+
+
+def certify_stages(
+    recipe: Recipe,
+    device: Device,
+    usable: int | None,
+    *,
+    data: RowBounds | None = None,
+    held_out: RowBounds | None = None,
+    full_trace: bool = False,
+) -> Certificate:
+    """The certificate of a pipeline's fullest stage, with the phases of all others beside it.
+
+    Each stage that may be the fullest is traced; which it is, is then read off the traces.
+    """
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    parallel = recipe.parallel
+    made = {
+        rank: make_certificate(
+            recipe, device, usable, None,
+            data=data, held_out=held_out, rank=rank, full_trace=full_trace,
+        )
+        for rank, _ in predict_stages(model, recipe, device)
+    }  # fmt: skip
+    fullest = max(made, key=lambda rank: made[rank].memory.peak_allocated or 0)
+    places = {str(parallel.stage_place(rank)): one.phases for rank, one in made.items()}
+    which = (
+        f"rank {fullest} of {parallel.world}, the fullest of the stages {', '.join(places)} of"
+        f" {parallel.pp}, which were traced each"
+    )
+    bounds = (which, *made[fullest].bounds[1:])  # the first says that this rank was asked for
+    seconds = round(sum(one.seconds for one in made.values()), 3)
+    return replace(made[fullest], stages=places, bounds=bounds, seconds=seconds)
 
 
 def _choose_rank(recipe: Recipe, device: Device, rank: int | None) -> tuple[int, tuple[str, ...]]:

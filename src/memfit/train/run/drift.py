@@ -47,22 +47,28 @@ def is_beyond(measured: int, certified: int) -> bool:
     return measured - certified > max(RELATIVE * certified, ABSOLUTE)
 
 
-def find_drift(certificate: Certificate, counters: Counters) -> Iterator[Drift]:
-    """Every phase and figure that is beyond the band, the phases first."""
+def find_drift(certificate: Certificate, counters: Counters, place: int = 0) -> Iterator[Drift]:
+    """Every phase and figure that is beyond the band, the phases first.
+
+    place: of a pipeline, the stage whose counters they are.
+    """
+    promised = certificate.phases_at(place)
     for phase, measured in counters.peaks.items():
-        certified = certificate.phases.get(str(phase))
+        certified = promised.get(str(phase))
         if certified is not None and is_beyond(measured, certified):
             held = counters.ledger.at(phase)
             component = name_component(held, certificate.ledger.at(phase))
+            if promised != certificate.phases:
+                component = "the certificate names the tensors of another stage"
             yield Drift(str(phase), certified, measured, component)
     memory = certificate.memory
-    for name, reached, promised, why in (
+    for name, reached, limit, why in (
         ("reserved", counters.reserved, memory.peak_reserved, "cached segments: fragmentation"),
         ("device_total", counters.device_total, memory.device_total,
          "the context, or another process on the device"),
     ):  # fmt: skip
-        if promised is not None and is_beyond(reached, promised):
-            yield Drift(name, promised, reached, why)
+        if limit is not None and is_beyond(reached, limit):
+            yield Drift(name, limit, reached, why)
 
 
 def name_component(held: Iterable[Entry], certified: Iterable[Entry]) -> str:
@@ -115,8 +121,8 @@ def describe_drift(drift: Drift, step: int, room: int | None) -> str:
 class Watcher:
     """Reports each drift once, and once more whenever it has doubled."""
 
-    def __init__(self, certificate: Certificate | None) -> None:
-        self._certificate = certificate
+    def __init__(self, certificate: Certificate | None, place: int = 0) -> None:
+        self._certificate, self._place = certificate, place
         self._reported: dict[tuple[str, bool], int] = {}
 
     def look(self, counters: Counters, step: int) -> Iterator[str]:
@@ -124,7 +130,7 @@ class Watcher:
         if self._certificate is None:
             return
         room = self._room(counters)
-        for drift in find_drift(self._certificate, counters):
+        for drift in find_drift(self._certificate, counters, self._place):
             key = drift.name, bool(drift.component)
             if drift.excess >= 2 * self._reported.get(key, 0):
                 self._reported[key] = drift.excess

@@ -90,7 +90,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self.beside = TimeBeside(_find_due(self))
-        self.watcher = Watcher(self.certificate)
+        place = self.recipe.parallel.stage_place(self.ranks.rank)
+        self.watcher = Watcher(self.certificate, place)
         self.waiting = Waiting(
             self.ranks,
             first=WATCHED_FIRST,
