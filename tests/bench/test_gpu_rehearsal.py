@@ -22,7 +22,8 @@ from on_gpu.rows import Place, Rows, read_rows  # noqa: E402
 from on_gpu.slices import NAMES  # noqa: E402
 
 COMMAND = [sys.executable, "-W", "ignore", str(ROOT / "bench" / "on_gpu"), "--device", "cpu"]
-SHORT = tuple(name for name in NAMES if name not in ("tests", "grid"))  # run by tests of their own
+# units in processes of their own and in the command's; `make test-wide` has every slice
+SHORT = ("recipes", "allocator", "rates", "kernels")
 SEVERAL = ("allocator", "rates", "kernels")  # whose twins have more than one unit
 
 

@@ -40,7 +40,12 @@ def load_of(recipe):
     return predicted, trace_step(recipe, CPU).phases[Phase.LOAD], live.peaks[Phase.LOAD]
 
 
-@pytest.mark.parametrize("name", CASES)
+ALIKE = ("opt", "gpt_neox", "mixtral, experts apart")  # files as gpt2's, bloom's and qwen3_moe's
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.wide] if n in ALIKE else []) for n in CASES]
+)
 def test_loading_is_predicted_as_it_is_certified_and_measured(name, tmp_path) -> None:
     family, stored, changes = CASES[name]
     predicted, certified, measured = load_of(pretrained(tmp_path / "m", stored, family, **changes))

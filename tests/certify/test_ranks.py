@@ -217,7 +217,8 @@ ALIKE = (
     "mixed-tokens-lora", "tokens-and-products", "freeze-loop", "chunked", "mixed-lora-bf16", "lean",
     "mixed-nf4", "copies-fp4", "mixed-tied-in-backward", "latent-experts", "sinks", "mixed-experts",
     "bf16-foreach", "mixed-copies-sgd", "stages-of-tokens", "tokens-and-shards",
-    "mixed-nf4-on-the-host",
+    "mixed-nf4-on-the-host", "dpo-adapter-off-tied-copies", "dpo-adapter-off-mixed-nf4",
+    "cpo-tied",
 )  # fmt: skip
 NAMES = [pytest.param(n, marks=pytest.mark.wide) if n in ALIKE else n for n in CASES]
 

@@ -114,6 +114,7 @@ def after(out, heading):
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # tests/screens/test_short.py types what such screens say, too
 @pytest.mark.parametrize("words", PLANS.values(), ids=list(PLANS))
 def test_what_a_plan_says_to_type_next_can_be_typed(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

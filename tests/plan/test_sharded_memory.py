@@ -210,9 +210,8 @@ def test_a_rank_holds_what_is_predicted_in_more_cases(name: str) -> None:
 
 # families whose blocks have something of their own that is cut or cast; of copies, what is cast
 OWN_PARTS = {
-    "dp_shard": ("llama", "mpt", "gpt2", "bloom", "gemma3_text", "gpt_oss", "qwen3_moe",
-                 "deepseek_v3"),
-    "dp_replicate": ("llama", "mpt", "mixtral"),
+    "dp_shard": ("llama", "gpt2", "bloom", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3"),
+    "dp_replicate": ("llama", "mpt"),
 }  # fmt: skip
 ON_TWO = [
     pytest.param(family, axis, marks=[] if family in own else [pytest.mark.wide])

@@ -309,7 +309,9 @@ def test_a_rank_that_others_wait_for_is_named(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [SHARDS, {"dp_replicate": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [SHARDS, pytest.param({"dp_replicate": 2}, marks=pytest.mark.wide)], ids=str
+)
 def test_a_collective_that_hangs_ends_in_an_error_within_its_time(runs, parallel):
     first, second = runs.start(f"hung {parallel}", parallel=parallel, hang=1, timeout=8)
     began = time.monotonic()
@@ -372,8 +374,15 @@ COMPARED = {
 }  # fmt: skip
 
 
+# losses and references that tests/certify/test_ranks.py has on ranks, too
+LIKE_ANOTHER = ("dpo, reference before", "orpo")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.wide] if n in LIKE_ANOTHER else []) for n in COMPARED],
+)
 def test_compared_answers_on_many_ranks_teach_what_they_teach_one_process(name, runs, tmp_path):
     data = write_pairs(tmp_path / "pairs.jsonl")
     order = {**COMPARED[name], "data": data, "packing": False, "steps": 4}
