@@ -6,6 +6,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import mesh_table
+
 from memfit.core.errors import InvalidRequest
 from memfit.records import Record, from_data
 
@@ -66,7 +68,7 @@ def check_test(text: str, cell: str, name: str, hint: str = "") -> None:
 
 def page() -> str:
     """The whole page: a table a group, in the order of the file."""
-    return "\n".join([HEAD, *_tables(read_techniques())])
+    return "\n".join([HEAD, *_tables(read_techniques()), mesh_table.page()])
 
 
 def _tables(rows: tuple[Technique, ...]) -> Iterator[str]:

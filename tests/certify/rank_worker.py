@@ -65,8 +65,8 @@ def fill(model: torch.nn.Module, recipe: Recipe) -> None:
             mine = part_of(name, whole, recipe.parallel, rank)
             local = weight.to_local() if hasattr(weight, "to_local") else weight
             local.copy_(mine)
-        for index, module in enumerate(coded.values()):
-            random = torch.Generator().manual_seed(index)
+        for name, module in coded.items():
+            random = torch.Generator().manual_seed(crc32(name.encode()))
             dense = module.empty_dense()
             module.store(dense.copy_(0.05 * torch.randn(dense.shape, generator=random)))
 

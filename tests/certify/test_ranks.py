@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from rank_worker import alone
-from tiny_steps import CONFIGS, CPU, make_recipe
+from rank_runs import assert_as_certified, assert_as_one_process, run_asked
+from tiny_steps import CONFIGS, make_recipe
 
-from memfit.certify import trace
 from memfit.records.recipe import LEAN, Freeze, Parallel, Preference, Quantisation, Recipe
 
-WORKER = Path(__file__).parent / "rank_worker.py"
 SHARDS = Parallel(dp_shard=2)
 KEPT = Parallel(dp_shard=2, reshard_after_forward=False)
 COPIES = Parallel(dp_replicate=2)
@@ -227,104 +219,19 @@ NAMES = [pytest.param(n, marks=pytest.mark.wide) if n in ALIKE else n for n in C
 def real(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
-    """What each of the case's processes held and computed, by case; xdist's workers share it."""
-    mine = [item for item in request.session.items if item.path == Path(__file__)]
-    asked = {item.callspec.params["name"] for item in mine if hasattr(item, "callspec")}
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None:
-        return run_all(asked, tmp_path_factory)
-    kept = tmp_path_factory.getbasetemp().parent / f"ranks-{run}.pickle"
-    with kept.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.exists():
-            kept.write_bytes(pickle.dumps(run_all(asked, tmp_path_factory)))
-        found: dict[str, list[dict[str, Any]]] = pickle.loads(kept.read_bytes())
-    return found
-
-
-def run_all(
-    asked: set[str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[dict[str, Any]]]:
-    names = [name for name in CASES if name in asked]
-    answers = run_ranks([CASES[name] for name in names], tmp_path_factory.mktemp("ranks"))
-    return dict(zip(names, answers, strict=True))
-
-
-def run_ranks(recipes: list[Recipe], folder: Path) -> list[list[dict[str, Any]]]:
-    """Of each recipe the answers of its ranks."""
-    (folder / "cases").write_bytes(pickle.dumps(recipes))
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(p for p in [*sys.path, str(WORKER.parent)] if p),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    ended = subprocess.run([sys.executable, str(WORKER), str(folder)], env=environment)
-    assert ended.returncode == 0
-    answers = {}
-    for world in {recipe.parallel.world for recipe in recipes}:
-        ranks = [pickle.loads((folder / f"{world}-{rank}").read_bytes()) for rank in range(world)]
-        answers[world] = iter([*zip(*ranks, strict=True)])
-    return [[*next(answers[recipe.parallel.world])] for recipe in recipes]
+    """What each of the case's processes held and computed, by case."""
+    return run_asked(CASES, request, tmp_path_factory)
 
 
 @pytest.mark.slow
 @pytest.mark.covering(CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_compute_what_one_process_computes(name: str, real: Any) -> None:
-    recipe, ranks = CASES[name], real[name]
-    want = alone(recipe)
-    exact = recipe.precision == "fp32"
-    close = {"rtol": 1e-5, "atol": 1e-6} if exact else {"rtol": 0.1, "atol": 0.02}
-    each = recipe.parallel.world // recipe.parallel.pp
-    # those that share products have one loss, and so have stages
-    apart = ranks[-each :: recipe.parallel.tp]
-    losses = torch.tensor([rank["losses"] for rank in apart]).sum(0)
-    torch.testing.assert_close(losses, torch.tensor(want["losses"]), **close)
-    if recipe.compares:
-        sums = torch.tensor([rank["rewards"] for rank in apart]).sum(0)
-        torch.testing.assert_close(sums, torch.tensor(want["rewards"]), **close)
-    if recipe.optimizer.clip_norm:
-        for rank in ranks:
-            norms = torch.tensor([rank["norms"], want["norms"]])
-            torch.testing.assert_close(norms[0], norms[1], **close)
-    if recipe.accumulation == 1 or recipe.parallel.pp > 1:
-        sums = torch.tensor([rank["evaluation"] for rank in apart]).sum(0)
-        torch.testing.assert_close(sums, torch.tensor(want["evaluation"]), rtol=1e-2, atol=1e-2)
-    for number, whole in enumerate(want["gradients"]):
-        seen: set[str] = set()
-        for place in range(recipe.parallel.pp):
-            mine = ranks[place * each : (place + 1) * each]
-            first, *others = (rank["gradients"][number] for rank in mine)
-            assert not seen & first.keys()
-            seen |= first.keys()
-            for weight, gradient in first.items():
-                assert all(torch.equal(gradient, other[weight]) for other in others)
-                torch.testing.assert_close(gradient, whole[weight], **close, msg=weight)
-        assert seen == whole.keys()
+    assert_as_one_process(CASES[name], real[name])
 
 
 @pytest.mark.slow
 @pytest.mark.covering(CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_rank_holds_what_its_certificate_says(name: str, real: Any, tmp_path: Path) -> None:
-    """Or one of two runs more does: under load, gloo's thread keeps some of what tensor parallelism
-    sent a moment longer, and no one sees when it lets go."""
-    recipe = CASES[name]
-    traced = [trace(recipe, CPU, rank=rank) for rank in range(recipe.parallel.world)]
-
-    def holds(ranks: list[dict[str, Any]]) -> None:
-        for fake, held in zip(traced, ranks, strict=True):
-            assert {phase: fake.phases[phase] for phase in held["phases"]} == held["phases"]
-            assert {phase: fake.ledger.by_kind(phase) for phase in held["phases"]} == held["kinds"]
-
-    for attempt in range(2 if recipe.parallel.tp > 1 else 0):
-        try:
-            return holds(real[name] if attempt == 0 else again(recipe, tmp_path / str(attempt)))
-        except AssertionError:
-            continue
-    return holds(real[name] if recipe.parallel.tp == 1 else again(recipe, tmp_path / "last"))
-
-
-def again(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
-    folder.mkdir()
-    return run_ranks([recipe], folder)[0]
+    assert_as_certified(CASES[name], real[name], tmp_path)

@@ -50,7 +50,7 @@ class Adapter(ABC):
             hint="use `preference.reference: precomputed`, or `method: lora`",
         )
 
-    def reset(self, module: nn.Module) -> None:  # noqa: B027 - most methods add no parameters
+    def reset(self, module: nn.Module, recipe: Recipe) -> None:  # noqa: B027 - most methods add no parameters
         """Start values of the method's own parameters; with them the base model is unchanged."""
 
     def loading(self, model: Model) -> int:

@@ -31,9 +31,9 @@ class Dora(Adapter):
     """
 
     def adapt(self, model: Model, recipe: Recipe) -> Model:
-        """See `Adapter.adapt`. Raises InvalidRequest on more than one rank."""
+        """See `Adapter.adapt`. Raises InvalidRequest on many ranks but in fp32."""
         check_base(model, recipe.base_format, recipe.method)
-        check_method(recipe.method, recipe.parallel.world)
+        check_method(recipe.method, recipe.precision, recipe.parallel.world)
         return peft_layers.adapt(model, recipe, magnitudes=True)
 
     def apply(self, module: nn.Module, recipe: Recipe) -> nn.Module:
@@ -53,13 +53,13 @@ class Dora(Adapter):
         """See `Adapter.switched_off`."""
         return peft_layers.switched_off(module)
 
-    def reset(self, module: nn.Module) -> None:
+    def reset(self, module: nn.Module, recipe: Recipe) -> None:
         """See `Adapter.reset`: a random A, a zero B, and the lengths that the base has."""
 
         def measure(layer: Any, name: str) -> None:
             layer.lora_magnitude_vector[name].weight.copy_(row_norms(layer, name))
 
-        peft_layers.reset(module, measure)
+        peft_layers.reset(module, self.adapt(read_model(recipe.model), recipe), measure)
 
     def loading(self, model: Model) -> int:
         """See `Adapter.loading`: the largest target's sum with its adapter, and its norms."""

@@ -36,9 +36,9 @@ class Lora(Adapter):
         """See `Adapter.switched_off`."""
         return peft_layers.switched_off(module)
 
-    def reset(self, module: nn.Module) -> None:
+    def reset(self, module: nn.Module, recipe: Recipe) -> None:
         """See `Adapter.reset`: a random A and a zero B."""
-        peft_layers.reset(module)
+        peft_layers.reset(module, self.adapt(read_model(recipe.model), recipe))
 
 
 adapters.register("lora")(Lora())

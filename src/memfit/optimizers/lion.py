@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class Lion(OptimizerFamily):
     """One momentum of the parameter's own dtype, from zeros on."""
 
+    updates_parts = True
+    updates_stages = True
     implementations = ("foreach", "loop")
     rate_of_adamws = 1 / 3
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class LowBitAdamW(OptimizerFamily):
     """Two quantised moments; small or ragged tensors have moments of their own dtype."""
 
+    updates_parts = True
+    updates_stages = True
     implementations = ("fused", "loop")
     state_while_updating = ("fused", "loop")
     cuda_only = ("fused",)

@@ -57,11 +57,11 @@ def check_ranks(recipe: Recipe) -> None:
     refuse(why_no_shared_products(*arguments) or why_no_shared_rows(*arguments))
 
 
-def check_method(method: str, ranks: int) -> None:
-    """Raise InvalidRequest for a method that only one device has."""
-    if method == "dora" and ranks > 1:
+def check_method(method: str, precision: str, ranks: int) -> None:
+    """Raise InvalidRequest for a method that only one device has in this precision."""
+    if method == "dora" and ranks > 1 and precision != "fp32":
         raise InvalidRequest(
-            f"`method: dora` on {ranks} ranks: FSDP2 gathers the magnitudes in bf16, where a change"
-            " of less than 0.4 % is lost",
-            hint="use `method: lora`, or one device",
+            f"`method: dora` on {ranks} ranks with `precision: {precision}`: FSDP2 gathers the"
+            " magnitudes in bf16, where a change of less than 0.4 % is lost",
+            hint="use `precision: fp32`, `method: lora`, or one device",
         )

@@ -112,9 +112,9 @@ def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, 
     if a.layer_kinds:
         problem = f"the blocks of `{name}` differ by their number, which a stage's begin anew"
         yield problem, f"use {OTHERWISE}"
-    if recipe.method != "full":
-        problem = f"`method: {recipe.method}` is not built for stages"
-        yield problem, f"use `method: full`, or {OTHERWISE}"
+    if recipe.method == "freeze":
+        problem = "`method: freeze` may leave a stage nothing to train"
+        yield problem, f"use `method: full` or `method: lora`, or {OTHERWISE}"
     if recipe.compares:
         yield f"`objective: {recipe.objective}` is not built for stages", f"use {OTHERWISE}"
     if recipe.compile != "none":

@@ -101,6 +101,9 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.regularisation != Regularisation():
         problem = "`regularisation` takes whole rows of logits and tokens, which are cut"
         yield problem, "leave `regularisation` out"
+    if recipe.qat:
+        problem = f"`qat: {recipe.qat}` rounds by the largest weight of a row, which is cut"
+        yield problem, "leave `qat` out"
     if recipe.loss == "chunked":
         problem = "`loss: chunked` takes whole rows of logits, of which each rank has a part"
         yield problem, "use `loss: plain`, whose logits the ranks share"

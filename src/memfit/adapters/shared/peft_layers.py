@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import sqrt
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 PREFIX = "base_model.model."  # peft wraps the model twice
+DOWN = ".lora_A.default.weight"
 MAGNITUDE = ".lora_magnitude_vector"
 STORED_TRANSPOSED = ("gpt2",)  # families whose blocks hold Conv1D: weights are (in, out)
 
@@ -98,12 +100,37 @@ def layers(module: nn.Module) -> Iterator[tuple[Any, str]]:
                 yield layer, name
 
 
-def reset(module: nn.Module, also: Callable[[Any, str], None] = lambda *_: None) -> None:
-    """A random A and a zero B of each layer; then whatever else starts with them."""
-    for layer, name in layers(module):
+def reset(
+    module: nn.Module, rows: Model, also: Callable[[Any, str], None] = lambda *_: None
+) -> None:
+    """A random A and a zero B of each layer; then whatever else starts with them.
+
+    rows: what `adapt` made. Of layers that other stages hold an A is drawn and forgotten, so that
+    those after them are drawn as in one process.
+    """
+    import torch
+
+    held = {row_name: found for row_name, *found in _held(module)}
+    for row in rows.weights:
+        if not row.name.endswith(DOWN):
+            continue
+        if row.name not in held:
+            like = next(module.parameters())
+            drawn = torch.empty(row.shape, dtype=getattr(torch, row.dtype), device=like.device)
+            torch.nn.init.kaiming_uniform_(drawn, a=sqrt(5))  # as peft's reset
+            del drawn
+            continue
+        layer, name = held[row.name]
         with whole(layer.lora_A), whole(layer.lora_B):
             layer.reset_lora_parameters(name, init_lora_weights=True)
         also(layer, name)
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """peft's layers by the names of their A."""
+    names = {part: prefix for prefix, part in module.named_modules()}
+    for layer, name in layers(module):
+        yield f"{names[layer]}.lora_A.{name}.weight", layer, name
 
 
 def base_name(name: str) -> str:

@@ -20,7 +20,7 @@ def check_recipe(model: Model, recipe: Recipe) -> None:
     if recipe.qat:
         beside = [f"lean: {', '.join(recipe.lean)}"] if recipe.lean else []
         beside += ["recompute: selective"] if recipe.selective_blocks else []
-        _check(model, recipe.qat, recipe.method, recipe.precision, recipe.parallel.world, beside)
+        _check(model, recipe.qat, recipe.method, recipe.precision, beside)
 
 
 def check_request(request: Request, model: Model) -> None:
@@ -29,18 +29,14 @@ def check_request(request: Request, model: Model) -> None:
         return
     method = "full" if request.method == "auto" else request.method
     precision = "fp32" if request.precision == "auto" else request.precision
-    _check(model, request.qat, method, precision, request.ranks, find_beside(request))
+    _check(model, request.qat, method, precision, find_beside(request))
 
 
-def _check(
-    model: Model, qat: str, method: str, precision: str, ranks: int, beside: Iterable[str]
-) -> None:
+def _check(model: Model, qat: str, method: str, precision: str, beside: Iterable[str]) -> None:
     if method != "full":
         refused = f"`method: {method}`, whose base is not trained"
     elif precision not in WIDE:
         refused = f"`precision: {precision}`: what is rounded are weights in fp32"
-    elif ranks > 1:
-        refused = f"{ranks} ranks, whose rounding has not been held against one process"
     else:
         refused = find_clash(model, beside)
     if refused:

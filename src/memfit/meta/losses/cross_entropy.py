@@ -71,8 +71,8 @@ def bent_mean(logits: Tensor, capped: bool, bends: Bends) -> Tensor:
     node = record(_bent_backward, (logits,))
     assert node is not None  # evaluations are not regularised
     with logits.meter.with_autocast(False):
-        slope = _slope_of([like(logits) if capped else logits.detached()], capped, bends)
-        loss = empty(logits.meter, (), "float32")
+        made = [like(logits) if capped else logits.detached()]
+        loss, slope = _slope_of(made, capped, bends)
         slope = cast(slope, logits.dtype)
     node.saved = [slope]
     return attach(node, loss)
@@ -163,8 +163,7 @@ def chunk_gradients(
         if index == 0:  # those of all chunks; the first one may be the first of a backward
             products = 1 + node.needs(0) + node.needs(1)
             meter.count_product(2 * tokens * vocab * width * products)
-        slope = _slope(piece, low, capped, bends)
-        loss = empty(meter, (), "float32")  # the local variable stays until the next chunk's
+        loss, slope = _slope(piece, low, capped, bends)  # that loss stays until the next chunk's
         slope = cast(slope, compute)
         if node.needs(0):
             empty(meter, (rows, width), compute)
@@ -175,13 +174,15 @@ def chunk_gradients(
     return None if total is None else cast(total, weight.dtype)
 
 
-def _slope(piece: Tensor, weight: Tensor, capped: bool, bends: Bends) -> Tensor:
-    """(rows, vocab) fp32: log-probabilities, turned in place into the slope of the loss."""
+def _slope(
+    piece: Tensor, weight: Tensor, capped: bool, bends: Bends
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss, and (rows, vocab) fp32: log-probabilities, turned in place into the slope of the loss."""
     made = [empty(piece.meter, (piece.shape[0], weight.shape[0]), piece.dtype)]
     return _slope_of(made, capped, bends)
 
 
-def _slope_of(holder: list[Tensor], capped: bool, bends: Bends) -> Tensor:
+def _slope_of(holder: list[Tensor], capped: bool, bends: Bends) -> tuple[Tensor, Tensor]:
     """The same of logits, whose last reference the list may hold: it is taken out of it."""
     logits = holder.pop()
     meter, rows = logits.meter, logits.shape[0]
@@ -197,12 +198,13 @@ def _slope_of(holder: list[Tensor], capped: bool, bends: Bends) -> Tensor:
     if bends.smoothed:
         empty(meter, (rows, 1), "float32")  # the mean over all words
     weighed = like(picked)
+    loss = empty(meter, (), "float32")
     del picked, weighed
     minus_one = like(share)
     del minus_one, is_target, column, share, log_z
     if bent is not None:
         cast(bent, "float32")
-    return result
+    return loss, result
 
 
 def _outer(

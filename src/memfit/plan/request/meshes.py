@@ -112,7 +112,7 @@ def _factors(parallel: Parallel) -> str:
 
 def check_described(request: Request) -> None:
     """Raise InvalidRequest for what many ranks can do and no prediction describes yet."""
-    check_method(request.method, request.ranks)
+    check_method(request.method, request.precision, request.ranks)
     stated = request.preference.loss_type
     check_alone(request.task.objective, "" if stated == "auto" else stated, request.ranks)
     if request.ranks > 1 and request.offload == "activations":

@@ -91,10 +91,8 @@ def list_storage(request: Request, device: Device, method: Method) -> list[Stora
         return found
     if optimizer.name != "auto":
         return [*found, Storage("bf16")] if can_round(optimizer.name) else found
-    mesh = request.parallel
-    shares = mesh != "auto" and (mesh.tp > 1 or mesh.pp > 1)  # whose ranks have plain states alone
     known = optimizer.implementation in ("auto", *implementations(EIGHT_BITS))
-    if method in ADAPTED or device.is_cpu or shares or not known:  # a CPU takes seconds for each
+    if method in ADAPTED or device.is_cpu or not known:  # a CPU takes seconds for each
         return found
     return [*found, Storage("bf16", EIGHT_BITS)]
 

@@ -107,8 +107,8 @@ def gather_files(built: Built, *, keep: bool) -> Iterator[tuple[str, dict[str, T
     file_of: dict[str, str] = {}
     if built.recipe.adapted:
         held = {n: p for n, p in built.model.named_parameters() if p.requires_grad}
-    else:
-        held = name_all(built.model, built.recipe, held)
+    held = name_all(built.model, built.recipe, held)
+    if not built.recipe.adapted:
         file_of = _split(held, family)
     left = Counter(file_of.values())
     waiting: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)

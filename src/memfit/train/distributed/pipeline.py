@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.adapters import find_adapter
 from memfit.families import read_model
 from memfit.parallelism.pipeline import blocks_of, owner_of, stages_of
 from memfit.records.ledger import Phase
+from memfit.records.model import Model
 from memfit.records.recipe import Recipe
 from memfit.train.model.hugging_face import base_model, parts
 
@@ -245,15 +247,21 @@ def present(
 
 
 def name_all(model: nn.Module, recipe: Recipe, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank holds, and in their places meta tensors of what other stages hold."""
+    """What this rank trains, and in their places meta tensors of what other stages train."""
     if recipe.parallel.pp == 1:
         return dict(held)
     dtype: torch.dtype = getattr(torch, recipe.trainable_dtype)
     others = {
         w.name: torch.empty(w.shape, dtype=dtype, device="meta")
-        for w in read_model(recipe.model).weights
+        for w in _declared(recipe).weights
+        if w.trainable
     }
     return {name: held.get(name, other) for name, other in others.items()}
+
+
+def _declared(recipe: Recipe) -> Model:
+    """The whole model's weights with those of the adapter."""
+    return find_adapter(recipe).adapt(read_model(recipe.model), recipe)
 
 
 def receive(model: nn.Module, recipe: Recipe, name: str, whole: Tensor) -> Tensor:
@@ -261,7 +269,7 @@ def receive(model: nn.Module, recipe: Recipe, name: str, whole: Tensor) -> Tenso
     pipeline = find_pipeline(model)
     if pipeline is None:
         return whole
-    model_ = read_model(recipe.model)
+    model_ = _declared(recipe)
     weight = next(w for w in model_.weights if w.name == name)
     owner = owner_of(weight, model_.architecture.layers, recipe.parallel)
     device = next(model.parameters()).device

@@ -68,7 +68,7 @@ def fill_weights(model: nn.Module, recipe: Recipe, weights: Weights | None = Non
         else:
             prefix = base_model(model).base_model_prefix
             copy_base(model, recipe, weights or FileWeights(recipe.model.source, prefix))
-        find_adapter(recipe).reset(model)
+        find_adapter(recipe).reset(model, recipe)
 
 
 def split_base(

@@ -1,0 +1,79 @@
+"""Every technique on every axis of a mesh: held to one process, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mesh_cells import (
+    AXES,
+    CELLS,
+    NOT_OURS,
+    OTHERWISE,
+    TECHNIQUES,
+    TRAINED,
+    make_cell,
+    name_cell,
+    refusal,
+)
+from rank_runs import assert_as_certified, assert_as_one_process, run_asked
+
+from memfit import catalog
+from memfit.adapters import find_adapter
+from memfit.families import read_model
+from memfit.plan.memory.predicted_memory import predict_memory
+from memfit.records.ledger import Phase
+
+RECIPES = {name_cell(*cell): make_cell(*cell) for cell in CELLS}
+CPU = catalog.find_device("cpu-x86")
+SCALARS = 16  # bytes of 0-dim results that a step's caller may still hold
+HOLD_SCALARS = (Phase.FIRST_STEP, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
+# cells whose parts no other test runs; the rest is of the wide suite
+TOLD = (
+    "LoRA on pp", "DoRA on FSDP2", "AdamW in 8 bits on tp", "Lion on pp", "QAT on FSDP2",
+    "label smoothing, z-loss on FSDP2", "LoRA over nf4 on pp",
+)  # fmt: skip
+NAMES = [n if n in TOLD else pytest.param(n, marks=pytest.mark.wide) for n in RECIPES]
+
+
+@pytest.fixture(scope="module")
+def real(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """What each of the cell's processes held and computed."""
+    return run_asked(RECIPES, request, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cell_trains_as_one_process_and_holds_what_is_certified_and_predicted(
+    name: str, real: Any, tmp_path: Path
+) -> None:
+    recipe = RECIPES[name]
+    assert_as_one_process(recipe, real[name])
+    traced = assert_as_certified(recipe, real[name], tmp_path)
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    for rank, fake in enumerate(traced):
+        predicted = predict_memory(model, recipe, CPU, rank)
+        for phase in fake.phases.keys() - {Phase.LOAD, Phase.SAVE}:
+            slack = SCALARS if phase in HOLD_SCALARS else 0
+            assert predicted.live(phase) == pytest.approx(fake.phases[phase], abs=slack), phase
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_a_cell_is_accepted_where_a_test_trains_it_and_refused_elsewhere(
+    technique: str, axis: str
+) -> None:
+    """So that no combination is accepted that nothing has proved."""
+    refused = refusal(make_cell(technique, axis))
+    accepted = axis in TRAINED[technique] or (technique, axis) in OTHERWISE
+    assert bool(refused) != accepted, refused
+    if technique in NOT_OURS:
+        assert axis not in TRAINED[technique]
+
+
+def test_every_technique_says_where_it_trains() -> None:
+    assert TRAINED.keys() == TECHNIQUES.keys() >= NOT_OURS.keys()
+    assert all(set(axes) <= set(AXES) for axes in TRAINED.values())
