@@ -177,7 +177,7 @@ def chunk_gradients(
 def _slope(
     piece: Tensor, weight: Tensor, capped: bool, bends: Bends
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss, and (rows, vocab) fp32: log-probabilities, turned in place into the slope of the loss."""
+    """The loss, and its slope (rows, vocab) fp32: log-probabilities, turned in place."""
     made = [empty(piece.meter, (piece.shape[0], weight.shape[0]), piece.dtype)]
     return _slope_of(made, capped, bends)
 
