@@ -121,17 +121,14 @@ def _read_settings(job: Job) -> Settings:
     wide = recipe.precision == "bf16-mixed" and bool(job.option("fp32_gradients"))
     return Settings(
         block=BlockSettings(
-            engine=False,
-            legacy=True,
+            layers="legacy",
             attention=recipe.attention,
             scatters_heads=False,
             hidden_dropout=float(job.option("hidden_dropout")) > 0,
             attention_dropout=float(job.option("attention_dropout")) > 0,
             fused_softmax=True,
             recomputed=frozenset(),
-            adapted=None,
-            adapter_dropout=False,
-            adapter_rank=0,
+            adapters=None,
             fp8=False,
             fp8_attention=False,
             fp8_activation=False,

@@ -7,6 +7,8 @@ Engine's LayerNormLinear, Linear, GroupedLinear and DotProductAttention, and Kor
 
 from __future__ import annotations
 
+from typing import Literal
+
 from memfit.plan.frameworks.megatron.shape import Shape
 from memfit.plan.step_time.arrays import larger, rounded, where
 from memfit.records import Record
@@ -14,25 +16,40 @@ from memfit.records import Record
 FLOAT = 4  # bytes: statistics, log-sum-exp and routing are fp32 in any precision
 
 
+# Transformer Engine's; Megatron's own; those of before megatron-core, with unfused RMSNorm and
+# SwiGLU and repeated keys
+Layers = Literal["transformer_engine", "local", "legacy"]
+
+
+class Adapters(Record, frozen=True, kw_only=True):
+    """The adapters of a block whose other weights are frozen."""
+
+    linears: frozenset[str]
+    rank: int
+    dropout: bool
+
+
 class BlockSettings(Record, frozen=True, kw_only=True):
     """How a block is computed."""
 
-    engine: bool  # Transformer Engine's layers; else Megatron's own ("local")
-    legacy: bool  # blocks of before megatron-core: unfused RMSNorm and SwiGLU, repeated keys
+    layers: Layers
     attention: str  # eager | flash | cudnn
     scatters_heads: bool  # --cp-comm-type a2a: cp ranks exchange tokens for heads, and back
     hidden_dropout: bool
     attention_dropout: bool
     fused_softmax: bool  # one kernel scales, masks and normalises the scores
     recomputed: frozenset[str]  # modules of --recompute-modules; empty where none are
-    adapted: frozenset[str] | None  # linears with adapters, where all else is frozen; None: full
-    adapter_dropout: bool
-    adapter_rank: int
+    adapters: Adapters | None  # None: all weights are trained
     fp8: bool  # linears read FP8, and keep their inputs in it
     fp8_attention: bool  # --fp8-dot-product-attention
     fp8_activation: bool  # --activation-func-fp8-input-store
     imbalance: float  # tokens of the fullest rank's experts over the mean
     fuses_wgrad: bool  # --gradient-accumulation-fusion: a weight's gradient goes to its buffer
+
+    @property
+    def engine(self) -> bool:
+        """Whether the layers are Transformer Engine's."""
+        return self.layers == "transformer_engine"
 
 
 Parts = dict[str, int]
@@ -46,8 +63,8 @@ def save_block(shape: Shape, settings: BlockSettings, *, moe: bool) -> Parts:
     else:
         parts |= _save_projected(shape, settings)
     parts |= save_core(shape, settings)
-    if settings.adapted is not None:
-        parts |= _save_adapters(shape, settings)
+    if settings.adapters is not None:
+        parts |= _save_adapters(shape, settings.adapters)
     if settings.hidden_dropout:
         parts["dropout masks"] = 2 * shape.own_tokens * shape.hidden
     parts |= save_norm(shape, settings, "feed-forward", "linear_fc1")
@@ -62,7 +79,7 @@ def save_norm(shape: Shape, settings: BlockSettings, of: str, linear: str) -> Pa
     """
     statistics = shape.norm * FLOAT * shape.own_tokens
     parts = {f"{of} norm's input": shape.stream + statistics}
-    if settings.legacy and shape.norm == 1:
+    if settings.layers == "legacy" and shape.norm == 1:
         # an fp32 copy of the input instead, and the product that the weight multiplies
         copy = FLOAT * shape.own_tokens * shape.hidden
         parts = {f"{of} norm's input": copy + statistics, f"{of} norm's product": shape.stream}
@@ -73,19 +90,18 @@ def save_norm(shape: Shape, settings: BlockSettings, of: str, linear: str) -> Pa
 
 def _input(shape: Shape, settings: BlockSettings) -> int:
     """Bytes of an element that a linear keeps of its input; an adapter keeps its own in 16 bits."""
-    return 1 if settings.fp8 and settings.adapted is None else shape.element
+    return 1 if settings.fp8 and settings.adapters is None else shape.element
 
 
 def _learns(settings: BlockSettings, linear: str) -> bool:
     """Whether a linear, or an adapter without dropout beside it, needs the linear's input."""
-    if settings.adapted is None:
+    if settings.adapters is None:
         return True
-    return linear in settings.adapted and not settings.adapter_dropout
+    return linear in settings.adapters.linears and not settings.adapters.dropout
 
 
-def _save_adapters(shape: Shape, settings: BlockSettings) -> Parts:
+def _save_adapters(shape: Shape, adapters: Adapters) -> Parts:
     """Low-rank products, and where there is dropout the inputs behind it with their masks."""
-    adapted = settings.adapted or frozenset()
     ffn = shape.tokens * shape.ffn // shape.tp
     inputs = {
         "linear_qkv": shape.own_tokens * shape.hidden,
@@ -93,15 +109,15 @@ def _save_adapters(shape: Shape, settings: BlockSettings) -> Parts:
         "linear_fc1": shape.own_tokens * shape.hidden,
         "linear_fc2": ffn,
     }
-    total = shape.element * shape.tokens * settings.adapter_rank * len(adapted)
-    if settings.adapter_dropout:
-        total += (shape.element + 1) * sum(inputs[linear] for linear in adapted)
+    total = shape.element * shape.tokens * adapters.rank * len(adapters.linears)
+    if adapters.dropout:
+        total += (shape.element + 1) * sum(inputs[linear] for linear in adapters.linears)
     return {"adapters": total}
 
 
 def _save_projected(shape: Shape, settings: BlockSettings) -> Parts:
     """Queries, keys and values, after rotation where there is one."""
-    wide = 3 * shape.query if settings.legacy else shape.query + 2 * shape.keys
+    wide = 3 * shape.query if settings.layers == "legacy" else shape.query + 2 * shape.keys
     normed = shape.query + shape.keys if shape.qk_norm else 0  # the norms' inputs, made contiguous
     e = 1 if settings.fp8_attention else shape.element
     return {
@@ -130,7 +146,7 @@ def save_core(shape: Shape, settings: BlockSettings) -> Parts:
     # without an exchange of heads
     out = shape.element * shape.tokens * value // shape.tp
     parts = {"attention's output": out}
-    if settings.fp8 and settings.adapted is None and not settings.fp8_attention:
+    if settings.fp8 and settings.adapters is None and not settings.fp8_attention:
         parts["attention's output, in FP8 for the projection"] = shape.tokens * value // shape.tp
     if "core_attn" in settings.recomputed:
         return parts
@@ -160,7 +176,7 @@ def save_dense(shape: Shape, settings: BlockSettings) -> Parts:
     elements = shape.tokens * shape.ffn // shape.tp
     e = 1 if settings.fp8_activation else shape.element
     parts = {"feed-forward, first linear": e * shape.widen * elements}
-    if settings.legacy and shape.widen == 2:
+    if settings.layers == "legacy" and shape.widen == 2:
         parts["feed-forward, gate"] = shape.element * elements
     if _learns(settings, "linear_fc2"):
         parts["feed-forward, activation"] = _input(shape, settings) * elements

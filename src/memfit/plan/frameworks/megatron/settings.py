@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from memfit.core.errors import InvalidRequest, MemoryUnknown
 from memfit.plan.frameworks import (
     Job,
 )  # fmt: skip
-from memfit.plan.frameworks.megatron.block import BlockSettings
+from memfit.plan.frameworks.megatron.block import Adapters, BlockSettings, Layers
 from memfit.plan.frameworks.megatron.stage import (
     MIB,
     Settings,
@@ -27,8 +29,8 @@ LINEARS = {  # Megatron's linear of each of Hugging Face's
 def check_adapters(job: Job) -> None:
     """Adapters: beside known linears of a dense model; FP8, with one scale a tensor, there too."""
     a, recipe = job.model.architecture, job.recipe
-    lora = recipe.method == "lora"
     sparse = bool(a.experts.count or a.latent.kv_rank or job.option("num_experts"))
+    lora = recipe.method == "lora"
     if recipe.precision == "fp8-mixed" and sparse:
         raise MemoryUnknown(
             "`precision: fp8-mixed` with experts or latent attention is not described"
@@ -58,24 +60,24 @@ def read_settings(job: Job) -> Settings:
     selective = recipe.recompute == "selective" and recipe.recompute_blocks > 0
     whole = recipe.precision == "fp32"
     summed = whole or bool(job.option("accumulate_allreduce_grads_in_fp32"))
-    engine = job.option("transformer_impl") == "transformer_engine"
+    layers = cast(Layers, str(job.option("transformer_impl")))
     capability = job.device.capability or (0, 0)
     wide = capability == (9, 0) or bool(job.option("deterministic_mode"))
-    lora = recipe.method == "lora"
+    adapters = None
+    if recipe.method == "lora":
+        linears = frozenset(LINEARS[name] for name in recipe.lora.targets)
+        adapters = Adapters(linears=linears, rank=recipe.lora.rank, dropout=recipe.lora.dropout > 0)
     fp8 = recipe.precision == "fp8-mixed"
     return Settings(
         block=BlockSettings(
-            engine=engine,
-            legacy=job.option("transformer_impl") == "legacy",
+            layers=layers,
             attention=recipe.attention,
             scatters_heads=job.option("cp_comm_type") == "a2a",
             hidden_dropout=float(job.option("hidden_dropout")) > 0,
             attention_dropout=float(job.option("attention_dropout")) > 0,
             fused_softmax=bool(job.option("masked_softmax_fusion")),
             recomputed=frozenset(recomputed_modules(job)) if selective else frozenset(),
-            adapted=frozenset(LINEARS[t] for t in recipe.lora.targets) if lora else None,
-            adapter_dropout=lora and recipe.lora.dropout > 0,
-            adapter_rank=recipe.lora.rank,
+            adapters=adapters,
             fp8=fp8,
             fp8_attention=fp8 and bool(job.option("fp8_dot_product_attention")),
             fp8_activation=fp8 and bool(job.option("activation_func_fp8_input_store")),

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from memfit.plan.frameworks import Instant
 from memfit.plan.frameworks.megatron.block import (
+    Adapters,
     BlockSettings,
     Parts,
     backward_extra,
@@ -192,8 +193,8 @@ def _count_linears(shape: Shape, count: Count) -> Number:
 def hold_states(shape: Shape, settings: Settings, blocks: Blocks, count: Count) -> Held:
     """Weights, gradients in their contiguous buffers, and the optimizer's shard."""
     dense, expert = count_parameters(shape, blocks, count)
-    if settings.block.adapted is not None:
-        return _hold_adapted(shape, settings, count, dense)
+    if settings.block.adapters is not None:
+        return _hold_adapted(shape, settings, settings.block.adapters, count, dense)
     both = dense + expert
     cut = dense // shape.shards + expert // shape.expert_shards
     among = say(" among {} ranks", shape.shards).removesuffix(" among 1 ranks")
@@ -217,10 +218,12 @@ def hold_states(shape: Shape, settings: Settings, blocks: Blocks, count: Count) 
     }  # fmt: skip
 
 
-def _hold_adapted(shape: Shape, settings: Settings, count: Count, dense: Number) -> Held:
+def _hold_adapted(
+    shape: Shape, settings: Settings, adapters: Adapters, count: Count, dense: Number
+) -> Held:
     """Frozen weights as they are stored, and the states of the adapters alone."""
-    adapted, rank = settings.block.adapted or frozenset(), settings.block.adapter_rank
-    trained = (count.plain + count.sparse) * shape.adapter_parameters(adapted, rank)
+    each = shape.adapter_parameters(adapters.linears, adapters.rank)
+    trained = (count.plain + count.sparse) * each
     linears = _count_linears(shape, count)
     return {
         (Kind.PARAMETERS, "frozen"): (
@@ -256,7 +259,7 @@ def hold_fixed(shape: Shape, settings: Settings, blocks: Blocks, count: Count) -
     held[Kind.WORKSPACE, "Transformer Engine"] = (
         streams * settings.engine_workspace, "cuBLASLt's workspaces of its linears"
     )  # fmt: skip
-    if block.engine and block.fuses_wgrad and block.adapted is None:
+    if block.engine and block.fuses_wgrad and block.adapters is None:
         plain, sparse, both = blocks.placeholders
         held[Kind.WORKSPACE, "placeholders of weight gradients"] = (
             e * where(moe, where(count.plain > 0, both, sparse), plain),
@@ -356,7 +359,7 @@ def describe_instants(
         phases[Phase.LOSS] = {**fixed, **saved, **add_loss(shape, settings)}
     phases[Phase.BACKWARD] = {**fixed, **backward}
     extra: Number = 0  # of adapters: a few megabytes
-    if settings.step_extra and settings.block.adapted is None:
+    if settings.step_extra and settings.block.adapters is None:
         dense, expert = count_parameters(shape, blocks, count)
         extra = settings.step_extra * (dense // shape.shards + expert // shape.expert_shards)
     phases[Phase.OPTIMIZER_STEP] = {
