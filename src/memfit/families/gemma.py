@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit import meta
 from memfit.families import Family, families
 from memfit.families.shared.blocks import scaled_embed, unit_norm
-from memfit.families.shared.config import (
-    activation,
-    flag,
-    key_value_heads,
-    refuse,
-    size,
-    whole_head_rotates,
-)
+from memfit.families.shared.config import flag, read_decoder, refuse
 from memfit.families.shared.forward import Embedded, Forward, Weights, gated_attention, gated_mlp
 from memfit.families.shared.weights import gated_config, gated_weights, rotary_buffers
 from memfit.meta import Tensor
@@ -36,28 +31,14 @@ class Gemma(Family):
 
         `gelu` means its tanh form, as in the files of the first release.
         """
-        heads = size(config, "num_attention_heads")
-        whole_head_rotates(config)
         refuse(config, "use_bidirectional_attention", (None, False))
-        head_dim = size(config, "head_dim", 256)
+        a = read_decoder(
+            config, self.name, kv_heads=16, head_dim=256, positions=8192, tied=True,
+            act=("hidden_act", "gelu_pytorch_tanh"),
+        )  # fmt: skip
         bias = flag(config, "attention_bias", False)
-        act = activation(config, "hidden_act", "gelu_pytorch_tanh")
-        return Architecture(
-            family=self.name,
-            layers=size(config, "num_hidden_layers"),
-            hidden=size(config, "hidden_size"),
-            heads=heads,
-            kv_heads=key_value_heads(config, heads, absent=16),
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size"),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 8192),
-            tied_embeddings=flag(config, "tie_word_embeddings", True),
-            attention_bias=bias,
-            output_bias=bias,
-            rotary_dim=head_dim,
-            activation="gelu_pytorch_tanh" if act == "gelu" else act,
-        )
+        act = "gelu_pytorch_tanh" if a.activation == "gelu" else a.activation
+        return replace(a, attention_bias=bias, output_bias=bias, activation=act)
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit.families import Family, families
 from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.blocks import GEMMA_NORMS, sandwich_block, scaled_embed, unit_norm
 from memfit.families.shared.config import (
-    activation,
     cap,
     cycle,
     flag,
-    key_value_heads,
     layer_types,
     layer_types_config,
+    read_decoder,
     refuse,
     size,
-    whole_head_rotates,
 )
 from memfit.families.shared.forward import Embedded, Forward, Weights, gated_attention
 from memfit.families.shared.weights import decoder, gated_block, gated_config, rotary_buffers
@@ -40,31 +40,20 @@ class Gemma2(Family):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Gemma2Config`."""
-        heads, layers = size(config, "num_attention_heads"), size(config, "num_hidden_layers")
-        whole_head_rotates(config)
         refuse(config, "use_bidirectional_attention", (None, False))
-        head_dim = size(config, "head_dim", 256)
+        a = read_decoder(
+            config, self.name, kv_heads=4, head_dim=256, positions=8192, tied=True,
+            act=("hidden_activation", "gelu_pytorch_tanh"),
+        )  # fmt: skip
         bias = flag(config, "attention_bias", False)
-        kinds = layer_types(config, layers)
+        kinds = layer_types(config, a.layers)
         if kinds is None:
-            kinds = ["" if layer % 2 else SLIDING for layer in range(layers)]
-        window = size(config, "sliding_window", 4096) if SLIDING in kinds else 0
-        return Architecture(
-            family=self.name,
-            layers=layers,
-            hidden=size(config, "hidden_size"),
-            heads=heads,
-            kv_heads=key_value_heads(config, heads, absent=4),
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size"),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 8192),
-            tied_embeddings=flag(config, "tie_word_embeddings", True),
+            kinds = ["" if layer % 2 else SLIDING for layer in range(a.layers)]
+        return replace(
+            a,
             attention_bias=bias,
             output_bias=bias,
-            rotary_dim=head_dim,
-            activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"),
-            sliding_window=window,
+            sliding_window=size(config, "sliding_window", 4096) if SLIDING in kinds else 0,
             layer_kinds=cycle(kinds),
             attention_cap=cap(config, "attn_logit_softcapping", 50.0),
             logit_cap=cap(config, "final_logit_softcapping", 30.0),

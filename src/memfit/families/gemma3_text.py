@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit import meta
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import show
@@ -16,13 +18,12 @@ from memfit.families.shared.blocks import (
     unit_norm,
 )
 from memfit.families.shared.config import (
-    activation,
     cap,
     cycle,
     flag,
-    key_value_heads,
     layer_types,
     layer_types_config,
+    read_decoder,
     refuse,
     rope,
     size,
@@ -61,33 +62,23 @@ class Gemma3Text(Family):
 
         Its class reads `attn_logit_softcapping` and does not apply it.
         """
-        heads, layers = size(config, "num_attention_heads"), size(config, "num_hidden_layers")
         refuse(config, "use_bidirectional_attention", (None, False))
         _check_rotation(config)
-        head_dim = size(config, "head_dim", 256)
+        a = read_decoder(
+            config, self.name, kv_heads=4, head_dim=256, positions=131072, tied=True,
+            act=("hidden_activation", "gelu_pytorch_tanh"), rotation="read",
+        )  # fmt: skip
         bias = flag(config, "attention_bias", False)
-        kinds = layer_types(config, layers)
+        kinds = layer_types(config, a.layers)
         if kinds is None:
             every = size(config, "sliding_window_pattern", 6)
-            kinds = [SLIDING if (layer + 1) % every else "" for layer in range(layers)]
-        window = size(config, "sliding_window", 4096) if SLIDING in kinds else 0
-        return Architecture(
-            family=self.name,
-            layers=layers,
-            hidden=size(config, "hidden_size"),
-            heads=heads,
-            kv_heads=key_value_heads(config, heads, absent=4),
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size"),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 131072),
-            tied_embeddings=flag(config, "tie_word_embeddings", True),
+            kinds = [SLIDING if (layer + 1) % every else "" for layer in range(a.layers)]
+        return replace(
+            a,
             attention_bias=bias,
             output_bias=bias,
             qk_norm=True,
-            rotary_dim=head_dim,
-            activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"),
-            sliding_window=window,
+            sliding_window=size(config, "sliding_window", 4096) if SLIDING in kinds else 0,
             layer_kinds=cycle(kinds),
             logit_cap=cap(config, "final_logit_softcapping", None),
         )

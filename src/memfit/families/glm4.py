@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit import meta
 from memfit.families import Family, families
 from memfit.families.shared.blocks import fused_gated_mlp, sandwich_block, swap_neighbours
-from memfit.families.shared.config import (
-    activation,
-    flag,
-    fraction_of,
-    key_value_heads,
-    share_of_head,
-    size,
-)
+from memfit.families.shared.config import flag, fraction_of, read_decoder
 from memfit.families.shared.forward import (
     Embedded,
     Forward,
@@ -54,23 +49,10 @@ class Glm4(Family):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Glm4Config`."""
-        count = size(config, "num_attention_heads")
-        head_dim = size(config, "head_dim", 128)
-        return Architecture(
-            family=self.name,
-            layers=size(config, "num_hidden_layers"),
-            hidden=size(config, "hidden_size"),
-            heads=count,
-            kv_heads=key_value_heads(config, count, absent=2),
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size"),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 131072),
-            tied_embeddings=flag(config, "tie_word_embeddings", False),
-            attention_bias=flag(config, "attention_bias", True),
-            rotary_dim=share_of_head(config, head_dim, 0.5),
-            activation=activation(config, "hidden_act", "silu"),
+        a = read_decoder(
+            config, self.name, kv_heads=2, head_dim=128, positions=131072, rotation=0.5
         )
+        return replace(a, attention_bias=flag(config, "attention_bias", True))
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit import meta
 from memfit.families import families
-from memfit.families.shared.config import (
-    activation,
-    flag,
-    fraction_of,
-    head_size,
-    key_value_heads,
-    refuse,
-    share_of_head,
-    size,
-)
+from memfit.families.shared.config import flag, fraction_of, read_decoder, refuse
 from memfit.families.shared.experts import (
     ExpertFamily,
     expert_rows,
@@ -67,24 +60,12 @@ class Glm4Moe(ExpertFamily):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Glm4MoeConfig`."""
-        hidden, number = size(config, "hidden_size"), size(config, "num_attention_heads")
-        head_dim = head_size(config, hidden, number)
+        a = read_decoder(config, self.name, kv_heads=8, positions=131072, ffn=10944, rotation=0.5)
         refuse(config, "norm_topk_prob", (True,))
-        return Architecture(
-            family=self.name,
-            layers=size(config, "num_hidden_layers"),
-            hidden=hidden,
-            heads=number,
-            kv_heads=key_value_heads(config, number, absent=8),
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size", 10944),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 131072),
-            tied_embeddings=flag(config, "tie_word_embeddings", False),
+        return replace(
+            a,
             attention_bias=flag(config, "attention_bias", False),
             qk_norm=flag(config, "use_qk_norm", False),
-            rotary_dim=share_of_head(config, head_dim, 0.5),
-            activation=activation(config, "hidden_act", "silu"),
             experts=read_groups(config, _DEFAULTS),
         )
 

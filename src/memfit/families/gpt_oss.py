@@ -6,20 +6,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit import meta
 from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
 from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.blocks import wide_norm
-from memfit.families.shared.config import (
-    flag,
-    head_size,
-    key_value_heads,
-    refuse,
-    rope,
-    size,
-    whole_head_rotates,
-)
+from memfit.families.shared.config import flag, read_decoder, refuse, rope, size
 from memfit.families.shared.experts import Routed, read_experts, run_experts
 from memfit.families.shared.forward import (
     Embedded,
@@ -52,39 +46,25 @@ class GptOss(Family):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `GptOssConfig`."""
-        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-        kv_heads = key_value_heads(config, heads, absent=8)
-        whole_head_rotates(config)
-        rope(config)
         refuse(config, "hidden_act", ("silu",))  # the class has its own activation, never this
-        head_dim = head_size({"head_dim": 64, **config}, hidden, heads)
-        if head_dim % 2:
-            raise InvalidRequest(f"config.json: heads of {head_dim} elements cannot be rotated")
-        layers, ffn = size(config, "num_hidden_layers"), size(config, "intermediate_size")
+        a = read_decoder({"head_dim": 64, **config}, self.name, kv_heads=8, positions=131072)
+        rope(config)
+        if a.head_dim % 2:
+            raise InvalidRequest(f"config.json: heads of {a.head_dim} elements cannot be rotated")
         experts = read_experts(
             config,
             count=("num_local_experts", 128),
             per_token=("num_experts_per_tok", 4),
-            ffn=("intermediate_size", ffn),
+            ffn=("intermediate_size", a.ffn),
             normalised=False,
         )
         bias = flag(config, "attention_bias", True)
-        return Architecture(
-            family=self.name,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            ffn=ffn,
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 131072),
-            tied_embeddings=flag(config, "tie_word_embeddings", False),
+        return replace(
+            a,
             attention_bias=bias,
             output_bias=bias,
             mlp_bias=True,
-            rotary_dim=head_dim,
-            sliding_window=_window(config, layers),
+            sliding_window=_window(config, a.layers),
             layer_kinds=(SLIDING, ""),
             experts=experts,
             sinks=True,

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit import meta
 from memfit.families import families
-from memfit.families.shared.config import (
-    activation,
-    flag,
-    head_size,
-    key_value_heads,
-    refuse,
-    size,
-    whole_head_rotates,
-)
+from memfit.families.shared.config import read_decoder, refuse, window
 from memfit.families.shared.experts import (
     ExpertFamily,
     Routed,
@@ -48,34 +42,15 @@ class Mixtral(ExpertFamily):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `MixtralConfig`."""
-        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-        kv_heads = key_value_heads(config, heads, absent=8)
-        whole_head_rotates(config)
+        a = read_decoder(config, self.name, kv_heads=8, positions=4096 * 32)
         refuse(config, "router_jitter_noise", (0, 0.0, None))
-        head_dim = head_size(config, hidden, heads)
-        ffn = size(config, "intermediate_size")
-        window = config.get("sliding_window")
-        return Architecture(
-            family=self.name,
-            layers=size(config, "num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            ffn=ffn,
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 4096 * 32),
-            tied_embeddings=flag(config, "tie_word_embeddings", False),
-            rotary_dim=head_dim,
-            activation=activation(config, "hidden_act", "silu"),
-            sliding_window=0 if window is None else size(config, "sliding_window"),
-            experts=read_experts(
-                config,
-                count=("num_local_experts", 8),
-                per_token=("num_experts_per_tok", 2),
-                ffn=("intermediate_size", ffn),
-            ),
+        experts = read_experts(
+            config,
+            count=("num_local_experts", 8),
+            per_token=("num_experts_per_tok", 2),
+            ffn=("intermediate_size", a.ffn),
         )
+        return replace(a, sliding_window=window(config, None), experts=experts)
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""

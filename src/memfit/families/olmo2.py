@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit import meta
 from memfit.families import Family, families
 from memfit.families.shared.blocks import wide_norm
-from memfit.families.shared.config import (
-    activation,
-    flag,
-    head_size,
-    key_value_heads,
-    size,
-    whole_head_rotates,
-)
+from memfit.families.shared.config import flag, read_decoder
 from memfit.families.shared.forward import (
     Embedded,
     Forward,
@@ -48,27 +43,9 @@ class Olmo2(Family):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Olmo2Config`."""
-        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-        whole_head_rotates(config)
-        head_dim = head_size(config, hidden, heads)
+        a = read_decoder(config, self.name, positions=2048)
         bias = flag(config, "attention_bias", False)
-        return Architecture(
-            family=self.name,
-            layers=size(config, "num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=key_value_heads(config, heads, absent=heads),
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size"),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 2048),
-            tied_embeddings=flag(config, "tie_word_embeddings", False),
-            attention_bias=bias,
-            output_bias=bias,
-            qk_norm=True,
-            rotary_dim=head_dim,
-            activation=activation(config, "hidden_act", "silu"),
-        )
+        return replace(a, attention_bias=bias, output_bias=bias, qk_norm=True)
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit import meta
 from memfit.families import Family, families
-from memfit.families.shared.config import (
-    activation,
-    flag,
-    fraction_of,
-    head_size,
-    key_value_heads,
-    refuse,
-    share_of_head,
-    size,
-)
+from memfit.families.shared.config import fraction_of, read_decoder, refuse, size
 from memfit.families.shared.forward import (
     Embedded,
     Forward,
@@ -59,27 +52,13 @@ class Phi(Family):
         hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
         refuse(config, "head_dim", (None, hidden // heads))
         refuse(config, "qk_layernorm", (False, None))
-        head_dim = head_size(config, hidden, heads)
-        return Architecture(
-            family=self.name,
-            layers=size(config, "num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=key_value_heads(config, heads, absent=heads),
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size"),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 2048),
-            tied_embeddings=flag(config, "tie_word_embeddings", False),
-            attention_bias=True,
-            output_bias=True,
-            mlp_bias=True,
-            parallel_residual=True,
-            rotary_dim=share_of_head(config, head_dim, 0.5),
-            activation=activation(config, "hidden_act", "gelu_new"),
-            shared_norm=True,
-            head_bias=True,
+        a = read_decoder(
+            config, self.name, positions=2048, act=("hidden_act", "gelu_new"), rotation=0.5
         )
+        return replace(
+            a, attention_bias=True, output_bias=True, mlp_bias=True, parallel_residual=True,
+            shared_norm=True, head_bias=True,
+        )  # fmt: skip
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""

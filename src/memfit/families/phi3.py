@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit import meta
 from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
 from memfit.families.shared.blocks import fused_gated_mlp, rotate_part_by_part
-from memfit.families.shared.config import (
-    activation,
-    flag,
-    fraction_of,
-    head_size,
-    key_value_heads,
-    rope,
-    share_of_head,
-    size,
-)
+from memfit.families.shared.config import fraction_of, read_decoder, rope, window
 from memfit.families.shared.forward import (
     Embedded,
     Forward,
@@ -48,27 +41,11 @@ class Phi3(Family):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Phi3Config`."""
-        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-        head_dim = head_size(config, hidden, heads)
+        a = read_decoder(config, self.name, positions=4096, rotation=1.0)
         kind = rope(config).get("rope_type", rope(config).get("type", "default"))
         if kind != "default":
             raise InvalidRequest(f"rotary embedding `{kind}` in config.json is not one of `phi3`")
-        window = config.get("sliding_window")
-        return Architecture(
-            family=self.name,
-            layers=size(config, "num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=key_value_heads(config, heads, absent=heads),
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size"),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 4096),
-            tied_embeddings=flag(config, "tie_word_embeddings", False),
-            rotary_dim=share_of_head(config, head_dim, 1.0),
-            activation=activation(config, "hidden_act", "silu"),
-            sliding_window=0 if window is None else size(config, "sliding_window"),
-        )
+        return replace(a, sliding_window=window(config, None))
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit.families import families
-from memfit.families.shared.config import (
-    activation,
-    flag,
-    head_size,
-    key_value_heads,
-    size,
-    whole_head_rotates,
-    window_config,
-    windows,
-)
+from memfit.families.shared.config import read_decoder, window_config, windows
 from memfit.families.shared.gated import GatedFamily
 from memfit.families.shared.weights import gated_config
 from memfit.records.model import Architecture
@@ -32,29 +25,9 @@ class Qwen2(GatedFamily):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Qwen2Config`."""
-        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-        kv_heads = key_value_heads(config, heads, absent=32)
-        whole_head_rotates(config)
-        layers = size(config, "num_hidden_layers")
-        window, kinds = windows(config, layers)
-        head_dim = head_size(config, hidden, heads)
-        return Architecture(
-            family=self.name,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size"),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 32768),
-            tied_embeddings=flag(config, "tie_word_embeddings", False),
-            attention_bias=True,
-            rotary_dim=head_dim,
-            activation=activation(config, "hidden_act", "silu"),
-            sliding_window=window,
-            layer_kinds=kinds,
-        )
+        a = read_decoder(config, self.name, kv_heads=32, positions=32768)
+        window, kinds = windows(config, a.layers)
+        return replace(a, attention_bias=True, sliding_window=window, layer_kinds=kinds)
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""

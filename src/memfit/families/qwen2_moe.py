@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit import meta
 from memfit.families import families
-from memfit.families.shared.config import (
-    activation,
-    flag,
-    head_size,
-    key_value_heads,
-    layer_types,
-    size,
-    whole,
-    whole_head_rotates,
-)
+from memfit.families.shared.config import flag, layer_types, read_decoder, size, whole
 from memfit.families.shared.experts import (
     ExpertFamily,
     every_layer_has_experts,
@@ -54,35 +47,18 @@ class Qwen2Moe(ExpertFamily):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Qwen2MoeConfig`."""
-        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-        kv_heads = key_value_heads(config, heads, absent=16)
-        whole_head_rotates(config)
+        a = read_decoder(config, self.name, kv_heads=16, positions=32768, ffn=5632)
         every_layer_has_experts(config)
-        head_dim = head_size(config, hidden, heads)
-        return Architecture(
-            family=self.name,
-            layers=size(config, "num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size", 5632),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 32768),
-            tied_embeddings=flag(config, "tie_word_embeddings", False),
-            attention_bias=flag(config, "qkv_bias", True),
-            rotary_dim=head_dim,
-            activation=activation(config, "hidden_act", "silu"),
-            sliding_window=_window(config),
-            experts=read_experts(
-                config,
-                count=("num_experts", 60),
-                per_token=("num_experts_per_tok", 4),
-                ffn=("moe_intermediate_size", 1408),
-                shared_ffn=size(config, "shared_expert_intermediate_size", 5632),
-                normalised=flag(config, "norm_topk_prob", False),
-            ),
+        experts = read_experts(
+            config,
+            count=("num_experts", 60),
+            per_token=("num_experts_per_tok", 4),
+            ffn=("moe_intermediate_size", 1408),
+            shared_ffn=size(config, "shared_expert_intermediate_size", 5632),
+            normalised=flag(config, "norm_topk_prob", False),
         )
+        bias = flag(config, "qkv_bias", True)
+        return replace(a, attention_bias=bias, sliding_window=_window(config), experts=experts)
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit.families import families
-from memfit.families.shared.config import (
-    activation,
-    flag,
-    head_size,
-    key_value_heads,
-    size,
-    whole_head_rotates,
-)
+from memfit.families.shared.config import flag, read_decoder, size
 from memfit.families.shared.experts import (
     ExpertFamily,
     every_layer_has_experts,
@@ -44,39 +39,22 @@ class Qwen3Moe(ExpertFamily):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Qwen3MoeConfig`."""
-        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-        kv_heads = key_value_heads(config, heads, absent=4)
-        whole_head_rotates(config)
+        a = read_decoder(config, self.name, kv_heads=4, positions=32768, ffn=6144)
         every_layer_has_experts(config)
-        head_dim = head_size(config, hidden, heads)
         bias = flag(config, "attention_bias", False)
         # what Hugging Face's class writes, and what published files say
         key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-        return Architecture(
-            family=self.name,
-            layers=size(config, "num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size", 6144),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 32768),
-            tied_embeddings=flag(config, "tie_word_embeddings", False),
-            attention_bias=bias,
-            output_bias=bias,
-            qk_norm=True,
-            rotary_dim=head_dim,
-            activation=activation(config, "hidden_act", "silu"),
-            sliding_window=_window(config),
-            experts=read_experts(
-                config,
-                count=(key, 128),
-                per_token=("num_experts_per_tok", 8),
-                ffn=("moe_intermediate_size", 768),
-                normalised=flag(config, "norm_topk_prob", False),
-            ),
+        experts = read_experts(
+            config,
+            count=(key, 128),
+            per_token=("num_experts_per_tok", 8),
+            ffn=("moe_intermediate_size", 768),
+            normalised=flag(config, "norm_topk_prob", False),
         )
+        return replace(
+            a, attention_bias=bias, output_bias=bias, qk_norm=True, sliding_window=_window(config),
+            experts=experts,
+        )  # fmt: skip
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""

@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import show
 from memfit.families import Family, families
-from memfit.families.shared.config import (
-    activation,
-    cycle,
-    flag,
-    head_size,
-    key_value_heads,
-    refuse,
-    size,
-    whole_head_rotates,
-)
+from memfit.families.shared.config import cycle, flag, read_decoder, refuse, size
 from memfit.families.shared.forward import (
     Embedded,
     Forward,
@@ -45,30 +38,13 @@ class SmolLm3(Family):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `SmolLM3Config`."""
-        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-        whole_head_rotates(config)
         refuse(config, "use_sliding_window", (False,))
-        layers = size(config, "num_hidden_layers")
-        head_dim = head_size(config, hidden, heads)
+        a = read_decoder(config, self.name, kv_heads=4, positions=32768, tied=True)
         bias = flag(config, "attention_bias", False)
-        return Architecture(
-            family=self.name,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=key_value_heads(config, heads, absent=4),
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size"),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 32768),
-            tied_embeddings=flag(config, "tie_word_embeddings", True),
-            attention_bias=bias,
-            output_bias=bias,
-            mlp_bias=flag(config, "mlp_bias", False),
-            rotary_dim=head_dim,
-            activation=activation(config, "hidden_act", "silu"),
-            layer_kinds=cycle(_kinds(config, layers)),
-        )
+        return replace(
+            a, attention_bias=bias, output_bias=bias, mlp_bias=flag(config, "mlp_bias", False),
+            layer_kinds=cycle(_kinds(config, a.layers)),
+        )  # fmt: skip
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""

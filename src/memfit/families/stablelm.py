@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from msgspec.structs import replace
+
 from memfit import meta
 from memfit.families import Family, families
-from memfit.families.shared.config import (
-    activation,
-    flag,
-    fraction_of,
-    head_size,
-    key_value_heads,
-    refuse,
-    share_of_head,
-    size,
-)
+from memfit.families.shared.config import flag, fraction_of, read_decoder, refuse, size
 from memfit.families.shared.forward import (
     Embedded,
     Forward,
@@ -60,23 +53,12 @@ class StableLm(Family):
         """See `Family.architecture`; defaults are those of `StableLmConfig`."""
         hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
         refuse(config, "head_dim", (None, hidden // heads))
-        head_dim = head_size(config, hidden, heads)
-        return Architecture(
-            family=self.name,
-            layers=size(config, "num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=key_value_heads(config, heads, absent=32),
-            head_dim=head_dim,
-            ffn=size(config, "intermediate_size"),
-            vocab=size(config, "vocab_size"),
-            max_sequence=size(config, "max_position_embeddings", 4096),
-            tied_embeddings=flag(config, "tie_word_embeddings", False),
+        a = read_decoder(config, self.name, kv_heads=32, positions=4096, rotation=0.25)
+        return replace(
+            a,
             attention_bias=flag(config, "use_qkv_bias", False),
             qk_norm=flag(config, "qk_layernorm", False),
             parallel_residual=flag(config, "use_parallel_residual", False),
-            rotary_dim=share_of_head(config, head_dim, 0.25),
-            activation=activation(config, "hidden_act", "silu"),
         )
 
     def config(self, a: Architecture) -> dict[str, Any]:

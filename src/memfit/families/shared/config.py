@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import show
@@ -148,6 +148,44 @@ def key_value_heads(config: Mapping[str, Any], heads: int, absent: int) -> int:
     return kv_heads
 
 
+def read_decoder(
+    config: Mapping[str, Any], family: str, *, positions: int, kv_heads: int | None = None,
+    head_dim: int | None = None, ffn: int | None = None, tied: bool = False,
+    act: tuple[str, str] = ("hidden_act", "silu"),
+    rotation: float | Literal["whole", "read"] = "whole",
+) -> Architecture:  # fmt: skip
+    """What most decoders' config.json names alike; the keywords are the class's own defaults.
+
+    kv_heads: None: as many as heads. head_dim: None: the hidden size over the heads. act: key and
+    default. rotation: the share of a head that rotates where the file names none; `whole`: a file
+    that names another is refused; `read`: the same, and the caller has read what the file says.
+
+    Raises InvalidRequest: a key that is missing, or that says what memfit does not describe.
+    """
+    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+    groups = key_value_heads(config, heads, absent=heads if kv_heads is None else kv_heads)
+    if rotation == "whole":
+        whole_head_rotates(config)
+    if head_dim is None:
+        each = head_size(config, hidden, heads)
+    else:
+        each = size(config, "head_dim", head_dim)
+    return Architecture(
+        family=family,
+        layers=size(config, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=groups,
+        head_dim=each,
+        ffn=size(config, "intermediate_size", ffn),
+        vocab=size(config, "vocab_size"),
+        max_sequence=size(config, "max_position_embeddings", positions),
+        tied_embeddings=flag(config, "tie_word_embeddings", tied),
+        rotary_dim=each if isinstance(rotation, str) else share_of_head(config, each, rotation),
+        activation=activation(config, *act),
+    )
+
+
 def share_of_head(config: Mapping[str, Any], head_dim: int, default: float, key: str = "") -> int:
     """Elements of a head that are rotated; the file says a fraction, under an old or new name.
 
@@ -186,6 +224,12 @@ def cycle(kinds: Sequence[str]) -> tuple[str, ...]:
         if all(kind == kinds[i % length] for i, kind in enumerate(kinds)):
             return tuple(kinds[:length]) if any(kinds) else ()
     return ()
+
+
+def window(config: Mapping[str, Any], default: int | None) -> int:
+    """The sliding window of all layers in tokens; 0 for `null`."""
+    absent = config.get("sliding_window", default) is None
+    return 0 if absent else size(config, "sliding_window", default)
 
 
 def windows(config: Mapping[str, Any], layers: int) -> tuple[int, tuple[str, ...]]:
