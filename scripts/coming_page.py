@@ -104,6 +104,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         alike(100, "eval_steps"),
         alike(500, "save_steps"),
         Row(4, axolotl="evals_per_epoch"),
+        alike(True, "resume_from_checkpoint"),
         Row("wandb", "report_to", llamafactory="report_to"),
         alike(3, "save_total_limit"),
         alike("eval_loss", "metric_for_best_model"),

@@ -204,13 +204,15 @@ def train(
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda _: None,
     override: bool = False,
+    continues: bool = False,
     elastic: Elastic | None = None,
 ) -> Run:
     """Plan and certify where that has not been done, then run exactly the certified recipe.
 
     Of a request for many ranks this process starts them, or is one where a launcher has. The same
     call resumes from the newest complete checkpoint. override: also where the certificate says that
-    it does not fit. elastic: what happens when a rank that this process started is lost. Raises
+    it does not fit. continues: the folder's run goes on beyond its end, with more steps or another
+    schedule. elastic: what happens when a rank that this process started is lost. Raises
     RunFailed (with what was saved intact), DoesNotFit, NotCertified, InvalidRequest.
     """
     from memfit.workflows import elastic as regaining
@@ -223,9 +225,9 @@ def train(
     if request.ranks > 1:
         return launch_ranks.train_ranks(
             request, folder, progress=progress, say=say, override=override,
-            policy=elastic or regaining.Elastic(),
+            policy=elastic or regaining.Elastic(), continues=continues,
         )  # fmt: skip
-    prepared = prepare_apart(request, folder, say=say, override=override)
+    prepared = prepare_apart(request, folder, say=say, override=override, continues=continues)
     from memfit.train.run import loop
 
     return loop.train(

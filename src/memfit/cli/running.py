@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 @request_options
 @folder_option
 @anyway_option
+@click.option(
+    "--continue", "continues", is_flag=True,
+    help="Go on beyond the run's end, with more task.steps or another schedule.",
+)  # fmt: skip
 @click.option("--tensorboard", is_flag=True, help="run.trackers: add tensorboard.")
 @click.option(
     "--restarts", type=click.IntRange(min=0), default=3, show_default=True,
@@ -50,6 +54,7 @@ def train_command(
     changes: Changes,
     folder: Path | None,
     anyway: bool,
+    continues: bool,
     tensorboard: bool,
     restarts: int,
     regain: str,
@@ -71,7 +76,8 @@ def train_command(
     say = note(quiet)
     progress = None if quiet else api.open_progress(sys.stderr)
     run = api.train(
-        request, home, progress=progress, say=say, override=anyway, elastic=elastic,
+        request, home, progress=progress, say=say, override=anyway, continues=continues,
+        elastic=elastic,
     )  # fmt: skip
     if not api.is_first_rank():
         return

@@ -16,6 +16,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import is_folder, read_json_file
 from memfit.plan.request.wording import restate
 from memfit.records import from_data, read_json, to_data
+from memfit.records.habits.continued import CHANGEABLE, FLAG
 from memfit.records.request import (
     LoraRequest,
     OptimizerRequest,
@@ -91,12 +92,13 @@ def state(plan: Plan) -> Request:
     )
 
 
-def check_folder(folder: Path, requests: Sequence[Request]) -> None:
+def check_folder(folder: Path, requests: Sequence[Request], *, continues: bool = False) -> None:
     """Raise InvalidRequest where the folder belongs to another request.
 
     requests: the request as it was written, and with its length counted. A folder that holds a plan
     accepts the request that it was made of, or the plan itself as a request. A run may continue on
     other ranks: the keys that state the ranks and how each cuts its share may differ together.
+    continues: beyond its end, with other steps or another schedule.
     """
     requests = [request.planned for request in requests]
     held: list[Request] = []
@@ -108,12 +110,23 @@ def check_folder(folder: Path, requests: Sequence[Request]) -> None:
         if not held or any(request in held for request in of_plan):
             held += of_plan
     if not held:
+        if continues:
+            raise InvalidRequest(
+                f"`{folder}` holds no run that could go on",
+                hint=f"name the run's folder with `--folder`, or leave `{FLAG}` out",
+            )
         return
     if not any(request == old or _moved(old, request) for request in requests for old in held):
         changed = _differences(to_data(held[0]), to_data(requests[-1]))
+        goes_on = changed.keys() <= CHANGEABLE
+        if goes_on and continues:
+            return
+        hint = "choose another folder with `--folder`, or remove this one"
+        if goes_on:
+            hint = f"`{FLAG}` goes on with the run's weights and states; or {hint}"
         raise InvalidRequest(
             f"`{folder}` holds a run of another request: {', '.join(changed.values())} differ",
-            hint="choose another folder with `--folder`, or remove this one",
+            hint=hint,
         )
 
 

@@ -175,6 +175,10 @@ _RECOMPUTE = _switch({"recompute": "full"}, {"recompute": "none"})
 _LENGTH, _ROWS = _key("task.sequence_length"), _key("micro_batch")
 _UNSEEN = _nothing("leave it out: neither memory nor time of a step depends on it here")
 _FOLDER = _nothing("the folder is an option: `--folder runs/first`")
+_RESUME = _nothing(
+    "the same command resumes by itself; `memfit train … --continue` goes on beyond the end, with"
+    " more `task.steps` or another schedule"
+)
 _RANKS = "it is on each of `hardware.nodes`"
 
 WORDS: dict[str, Word] = {
@@ -352,6 +356,7 @@ WORDS: dict[str, Word] = {
         _UNSEEN,
     ),
     "output_dir": _FOLDER, "folder": _FOLDER,
+    "resume_from_checkpoint": _RESUME, "auto_resume_from_checkpoints": _RESUME,
 }  # fmt: skip
 
 

@@ -403,6 +403,7 @@ class Run(Record, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()  # such as a measured peak above the certified one
     rewards: tuple[tuple[int, float], ...] = ()  # (step, mean reward of the sampled answers)
     answers: tuple[Answer, ...] = ()  # of the first rollout and of the last one
+    continued: tuple[str, ...] = ()  # each time that it went on beyond its end: how
 
     def __repr__(self) -> str:
         """Steps, the last loss and the model in one line."""

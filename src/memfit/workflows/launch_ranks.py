@@ -47,6 +47,7 @@ def train_ranks(
     say: Callable[[str], None],
     override: bool,
     policy: Elastic,
+    continues: bool = False,
 ) -> Run:
     """As `memfit.api.train`, of a request for more than one rank.
 
@@ -58,7 +59,7 @@ def train_ranks(
     if place is None:
         return _start(
             request, folder, progress, say,
-            override=override, policy=policy,
+            override=override, policy=policy, continues=continues,
         )  # fmt: skip
     if place.size != request.ranks:
         raise InvalidRequest(
@@ -70,7 +71,7 @@ def train_ranks(
         end_with_parent(code=RunFailed.exit_code)
 
     def first() -> str:
-        prepare(request, folder, say=say, override=override)
+        prepare(request, folder, say=say, override=override, continues=continues)
         return ""
 
     with join(place, kind) as ranks:
@@ -90,6 +91,7 @@ def _start(
     *,
     override: bool,
     policy: Elastic,
+    continues: bool,
 ) -> Run:
     """Plan and certify here, then start the ranks and wait for them."""
     if request.hardware.nodes > 1:
@@ -102,7 +104,7 @@ def _start(
         from memfit.train.distributed.launch import check_devices
 
         check_devices(request.ranks, "cuda")
-    prepare_apart(request, folder, say=say, override=override)
+    prepare_apart(request, folder, say=say, override=override, continues=continues)
     from memfit.train.distributed.launch import launch
 
     options = {"override": override, "shown": progress is not None}

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Order(Record, frozen=True, kw_only=True):
     request: Request
     override: bool
     moved: bool = False  # to another number of ranks: request.json stays
+    continues: bool = False  # beyond the end that its folder's run was started with
 
 
 def prepare_apart(
@@ -50,22 +52,23 @@ def prepare_apart(
     say: Say = lambda _: None,
     override: bool = False,
     moved: bool = False,
+    continues: bool = False,
 ) -> Prepared:
     """As `prepare`, in a process beside this one, whose memory comes back with its end.
 
     A process that has torch already would gain nothing, and prepares itself. moved: as
-    `prepare_moved`, always in a process of its own. Raises what `prepare`
-    raises, and NotCertified where the other process was ended.
+    `prepare_moved`, always in a process of its own. continues: as in `prepare`.
+    Raises what `prepare` raises, and NotCertified where the other process was ended.
     """
     if "torch" in sys.modules and not moved:
-        return prepare(request, folder, say=say, override=override)
+        return prepare(request, folder, say=say, override=override, continues=continues)
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
             [sys.executable, "-m", "memfit.workflows.prepare_child", str(folder)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
             env=child_environment(),
         ) as child:  # fmt: skip
-            order = Order(request=request, override=override, moved=moved)
+            order = Order(request=request, override=override, moved=moved, continues=continues)
             answer = _converse(child, order, say)
         code = child.returncode
         if answer is None:
@@ -113,7 +116,9 @@ def main(folder: Path) -> None:
     try:
         imports = _import_libraries(order.request)
         with in_this_process():
-            made = prepare_moved if order.moved else prepare
+            made: Any = prepare_moved
+            if not order.moved:
+                made = partial(prepare, continues=order.continues)
             made(
                 order.request, folder, say=lambda text: write(say=text), override=order.override,
                 imports=imports,

@@ -17,9 +17,10 @@ from memfit.plan.memory.verdict import describe_shortfall, needs
 from memfit.plan.request import problem as problems
 from memfit.plan.search import search
 from memfit.records import Record, read_json, write_json
+from memfit.records.habits.continued import check_continues
 from memfit.records.hardware import Device
 from memfit.records.request import Request
-from memfit.records.results import Certificate, Plan
+from memfit.records.results import Certificate, Plan, Run
 from memfit.records.shapes import RowBounds
 from memfit.workflows.certify_request import certify
 
@@ -43,23 +44,30 @@ def prepare(
     *,
     say: Say = lambda _: None,
     override: bool = False,
+    continues: bool = False,
     imports: int | None = None,
 ) -> Prepared:
     """Plan and certify, or take both from the folder when they hold for this request.
 
+    continues: the folder's run may have had other steps and another schedule.
     imports: measured bytes that a run on this CPU holds before its first tensor, where known.
 
     A plan of the folder is certified anew where its certificate is stale: of another recipe, of
     other library versions, or of other data.
     Raises DoesNotFit and NotCertified unless overridden, InvalidRequest (another request's folder).
     """
-    check_folder(folder, [request, request := find_lengths(request, say)])
+    requests = [request, request := find_lengths(request, say)]
+    check_folder(folder, requests, continues=continues)
     made = _plan_of(folder, request)
     if made is not None:
         prepared = _reuse(request, made, folder, say, override=override, imports=imports)
         if prepared is not None:
             return _write(prepared, folder)
-    return _write(_prepare_anew(request, say, override=override, imports=imports), folder)
+    prepared = _prepare_anew(request, say, override=override, imports=imports)
+    if continues and (folder / "run.json").exists():  # nothing is written where it cannot go on
+        run = read_json(folder / "run.json", Run)
+        check_continues(run.recipe, prepared.plan.recipe, run.steps_done)
+    return _write(prepared, folder)
 
 
 def prepare_moved(

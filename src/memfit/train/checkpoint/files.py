@@ -17,6 +17,7 @@ from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.units import MIB
 from memfit.parallelism.whole import is_sharded, local_part, shard_number
 from memfit.records import Record, read_json, remove_temporary
+from memfit.records.habits.continued import name_lineage
 from memfit.train.measure.storages import inner_tensors
 from memfit.train.run.logs import digest_log
 from memfit.train.step.build import Built
@@ -150,7 +151,9 @@ def checkpoint_state(folder: Path) -> dict[str, Any]:
 def check_state(folder: Path, built: Built, data_digest: str) -> dict[str, Any]:
     """state.json of a checkpoint that this run can go on from; see `load_checkpoint`."""
     state = checkpoint_state(folder)
-    if state.get("course") != built.recipe.course:  # older ones have none
+    same = state.get("course") == built.recipe.course
+    # a run that goes on beyond its end; older checkpoints have neither
+    if not same and state.get("lineage") != name_lineage(built.recipe):
         check_digest("recipe", state["recipe_digest"], built.recipe.digest, folder)
     check_digest("data", state["data_digest"], data_digest, folder)
     return state
@@ -198,6 +201,7 @@ def write_state(
         "step": step,
         "recipe_digest": built.recipe.digest,
         "course": built.recipe.course,
+        "lineage": name_lineage(built.recipe),
         "data_digest": data_digest,
         "on_cpu": [k for k, t in tensors.items() if t.device.type == "cpu"],
         "scalars": scalars,

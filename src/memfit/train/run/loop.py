@@ -26,6 +26,7 @@ from memfit.core.errors import DoesNotFit, InvalidRequest, RunFailed
 from memfit.families import read_model
 from memfit.optimizers.shared.groups import set_rate
 from memfit.records import read_json
+from memfit.records.habits.continued import check_continues, name_lineage
 from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
@@ -49,6 +50,7 @@ from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.data.prepare import build_samplers, read_data
 from memfit.train.data.sampler import Micro, Sampler
 from memfit.train.distributed.ranks import MoreRanks, Ranks, explained_loss
+from memfit.train.habits.continuing import describe_continuation
 from memfit.train.habits.stopping import check_best, read_evaluations
 from memfit.train.habits.trackers import open_trackers
 from memfit.train.measure.counters import (
@@ -139,7 +141,10 @@ def train(
         data = read_data(request, recipe.model, cache)
         if before is not None:
             check_digest("data", before.environment.get("data", ""), data.training.digest, folder)
-            if before.finished and (folder / MODEL).is_dir():
+            longer = before.recipe.course != recipe.course
+            if longer:
+                check_continues(before.recipe, recipe, before.steps_done)
+            elif before.finished and (folder / MODEL).is_dir():
                 check_model(folder)
                 return before
         cadence = cadence or Cadence(**msgspec.structs.asdict(request.run))
@@ -169,7 +174,10 @@ def train(
             learning=learning,
             rewards_digest=digest_rewards(recipe.reward),
             warnings=list(before.warnings) if before else [],
+            continued=list(before.continued) if before else [],
         )
+        if before is not None and before.recipe.course != recipe.course:
+            session.go_on(describe_continuation(before.recipe, recipe, before.steps_done))
         for text in (*lost, *ranks.notes, *_find_other_rewards(session, before)):
             session.warn(text)
         _warn_of_verdict(session)
@@ -224,7 +232,7 @@ def _read_before(folder: Path, recipe: Recipe, warn: Callable[[str], None]) -> R
     except InvalidRequest as error:  # checkpoints say what they are of by themselves
         warn(f"run.json is damaged and will be written anew: {error.message}")
         return None
-    if before.recipe.course != recipe.course:
+    if name_lineage(before.recipe) != name_lineage(recipe):
         check_digest("recipe", before.recipe_digest, recipe.digest, folder)
     return before
 

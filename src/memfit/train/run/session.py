@@ -77,6 +77,7 @@ class Session:
     saver: Saver | None = None  # of many ranks
     skipped: int = 0  # steps of this process whose fp16 gradients were not finite
     warnings: list[str] = field(default_factory=list)
+    continued: list[str] = field(default_factory=list)  # how it went on beyond its end, each time
     rewards_digest: str = ""  # of the user's own reward functions
     log_digest: str = ""  # of log.jsonl up to `done`, as the checkpoint there says
     done: int = 0  # steps whose result is complete
@@ -130,6 +131,11 @@ class Session:
     def every(self, stated: float) -> int:
         """Steps between two of what happens so often; see `RunRequest`."""
         return count_every(stated, self.recipe.steps)
+
+    def go_on(self, text: str) -> None:
+        """Say on the screen and in run.json how a run goes on beyond its end."""
+        self.continued.append(text)
+        self.progress.note(text)
 
     def warn(self, text: str) -> None:
         """Tell the user now, and whoever reads run.json."""
@@ -257,6 +263,7 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
             **({"rewards": session.rewards_digest} if session.rewards_digest else {}),
         },
         warnings=tuple(session.warnings),
+        continued=tuple(session.continued),
         rewards=tuple((r["step"], r["reward"]) for r in rows if r.get("reward") is not None),
         answers=show_answers(rows),
     )
