@@ -7,7 +7,7 @@ from memfit.train.step.schedule import learning_rate
 
 
 def describe_continuation(old: Recipe, new: Recipe, done: int) -> str:
-    """One sentence: what is kept, and the learning rate where it goes on and where it ends."""
+    """One sentence: what stays, and the learning rate where it goes on and where it ends."""
     first, last = (learning_rate(new.optimizer, step, new.steps) for step in (done, new.steps - 1))
     text = (
         f"the run of {old.steps} steps goes on after step {done} to step {new.steps} with its"
