@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.core.registry import Registry
 from memfit.families.shared.attention_class import AttentionClass
+from memfit.families.shared.weights import rotary_buffers
 from memfit.records.model import (
     SCORE,
     Architecture,
@@ -81,9 +82,9 @@ class Family(Described):
         del a
         return self.lora_targets
 
-    @abstractmethod
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """Tensors that the module holds beside its parameters, such as rotary frequencies."""
+        """Tensors that the module holds beside its parameters: rotary frequencies, mostly."""
+        return rotary_buffers(a) if a.rotary_dim else ()
 
     @abstractmethod
     def embed(self, forward: Forward, weights: Weights) -> Embedded:

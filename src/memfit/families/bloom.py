@@ -22,10 +22,10 @@ from memfit.families.shared.forward import (
     module,
     project,
 )
-from memfit.families.shared.weights import Rows, head, layer_norm, linear, repeat
+from memfit.families.shared.weights import Rows, decoder, layer_norm, linear
 from memfit.meta import Tensor
 from memfit.meta.layers import lean
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 
 @final
@@ -91,17 +91,9 @@ class Bloom(Family):
         rows += linear("mlp.dense_4h_to_h", width, a.ffn, True)
         entry: Rows = [("word_embeddings.weight", (a.vocab, width))]
         entry += layer_norm("word_embeddings_layernorm", width)
-        return (
-            *(Weight(name=f"transformer.{n}", shape=s, part="embedding") for n, s in entry),
-            *repeat("transformer.h", rows, a.layers),
-            Weight(name="transformer.ln_f.weight", shape=(width,), part="norm"),
-            Weight(name="transformer.ln_f.bias", shape=(width,), part="norm"),
-            *head(a),
+        return decoder(
+            a, rows, root="transformer", entry=entry, blocks="h", end=layer_norm("ln_f", width)
         )
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`; the bias is made in each forward."""
-        return ()
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`; all blocks share the bias and the mask."""

@@ -26,9 +26,8 @@ from memfit.families.shared.latent import (
     latent_weights,
 )
 from memfit.families.shared.latent_forward import complex_rotation, latent_block, rotate_complex
-from memfit.families.shared.weights import rotary_buffers
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 _DEFAULTS = {
     "max_position_embeddings": 2048, "n_routed_experts": 64, "moe_intermediate_size": 1407,
@@ -78,10 +77,6 @@ class DeepseekV2(Family):
     def default_targets(self, a: Architecture) -> tuple[str, ...]:
         """See `Family.default_targets`."""
         return compressed_targets(a, self.lora_targets)
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

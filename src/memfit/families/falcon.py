@@ -33,9 +33,9 @@ from memfit.families.shared.forward import (
     rotary_embed,
     rotate,
 )
-from memfit.families.shared.weights import Rows, head, layer_norm, linear, repeat, rotary_buffers
+from memfit.families.shared.weights import Rows, decoder, layer_norm, linear
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 
 @final
@@ -130,19 +130,10 @@ class Falcon(Family):
         rows += linear("mlp.dense_4h_to_h", width, a.ffn, a.mlp_bias)
         for name in _norms(a):
             rows += layer_norm(name, width)
-        return (
-            Weight(
-                name="transformer.word_embeddings.weight", shape=(a.vocab, width), part="embedding"
-            ),
-            *repeat("transformer.h", rows, a.layers),
-            Weight(name="transformer.ln_f.weight", shape=(width,), part="norm"),
-            Weight(name="transformer.ln_f.bias", shape=(width,), part="norm"),
-            *head(a),
-        )
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
+        return decoder(
+            a, rows, root="transformer", entry=[("word_embeddings.weight", (a.vocab, width))],
+            blocks="h", end=layer_norm("ln_f", width),
+        )  # fmt: skip
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

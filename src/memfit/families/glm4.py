@@ -25,9 +25,9 @@ from memfit.families.shared.forward import (
     rms_norm,
     rotary_embed,
 )
-from memfit.families.shared.weights import decoder, gated_config, linear, rotary_buffers
+from memfit.families.shared.weights import decoder, gated_config, linear, projection_rows
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 NORMS = (
     "input_layernorm",
@@ -64,19 +64,11 @@ class Glm4(Family):
 
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """See `Family.weights`."""
-        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        rows = linear("self_attn.q_proj", q, a.hidden, a.attention_bias)
-        rows += linear("self_attn.k_proj", kv, a.hidden, a.attention_bias)
-        rows += linear("self_attn.v_proj", kv, a.hidden, a.attention_bias)
-        rows += linear("self_attn.o_proj", a.hidden, q, False)
+        rows = projection_rows(a)
         rows += linear("mlp.gate_up_proj", 2 * a.ffn, a.hidden, False)
         rows += linear("mlp.down_proj", a.hidden, a.ffn, False)
         order = (NORMS[0], NORMS[2], NORMS[1], NORMS[3])
         return decoder(a, rows + [(f"{name}.weight", (a.hidden,)) for name in order])
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

@@ -22,9 +22,9 @@ from memfit.families.shared.forward import (
     positions,
     project,
 )
-from memfit.families.shared.weights import Rows, head, layer_norm, repeat
+from memfit.families.shared.weights import Rows, decoder, layer_norm
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 
 @final
@@ -89,18 +89,10 @@ class Gpt2(Family):
         rows += layer_norm("ln_2", width)
         rows += _conv1d("mlp.c_fc", width, a.ffn)
         rows += _conv1d("mlp.c_proj", a.ffn, width)
-        return (
-            Weight(name="transformer.wte.weight", shape=(a.vocab, width), part="embedding"),
-            Weight(name="transformer.wpe.weight", shape=(a.max_sequence, width), part="embedding"),
-            *repeat("transformer.h", rows, a.layers),
-            Weight(name="transformer.ln_f.weight", shape=(width,), part="norm"),
-            Weight(name="transformer.ln_f.bias", shape=(width,), part="norm"),
-            *head(a),
+        entry: Rows = [("wte.weight", (a.vocab, width)), ("wpe.weight", (a.max_sequence, width))]
+        return decoder(
+            a, rows, root="transformer", entry=entry, blocks="h", end=layer_norm("ln_f", width)
         )
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`; positions are parameters here."""
-        return ()
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

@@ -30,9 +30,9 @@ from memfit.families.shared.forward import (
     rotary_embed,
     rotate_part,
 )
-from memfit.families.shared.weights import Rows, head, layer_norm, linear, repeat, rotary_buffers
+from memfit.families.shared.weights import Rows, decoder, layer_norm, linear
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 
 @final
@@ -97,17 +97,10 @@ class GptNeox(Family):
         rows += linear("attention.dense", width, width, a.output_bias)
         rows += linear("mlp.dense_h_to_4h", a.ffn, width, True)
         rows += linear("mlp.dense_4h_to_h", width, a.ffn, True)
-        return (
-            Weight(name="gpt_neox.embed_in.weight", shape=(a.vocab, width), part="embedding"),
-            *repeat("gpt_neox.layers", rows, a.layers),
-            Weight(name="gpt_neox.final_layer_norm.weight", shape=(width,), part="norm"),
-            Weight(name="gpt_neox.final_layer_norm.bias", shape=(width,), part="norm"),
-            *head(a),
-        )
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
+        return decoder(
+            a, rows, root="gpt_neox", entry=[("embed_in.weight", (a.vocab, width))],
+            end=layer_norm("final_layer_norm", width),
+        )  # fmt: skip
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

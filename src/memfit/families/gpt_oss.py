@@ -26,12 +26,12 @@ from memfit.families.shared.forward import (
     positions,
     project,
 )
-from memfit.families.shared.weights import Rows, head, linear, repeat, rotary_buffers
+from memfit.families.shared.weights import Rows, decoder, linear
 from memfit.meta import Tensor
 from memfit.meta.attending.sinks import attend_beside_sinks, attend_with_sinks
 from memfit.meta.attending.slots import Decode, attend_slots
 from memfit.meta.layers import routing
-from memfit.records.model import SLIDING, Architecture, TensorSpec, Weight
+from memfit.records.model import SLIDING, Architecture, Weight
 
 
 @final
@@ -93,16 +93,7 @@ class GptOss(Family):
 
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """See `Family.weights`."""
-        return (
-            Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
-            *repeat("model.layers", _block(a), a.layers),
-            Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
-            *head(a),
-        )
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
+        return decoder(a, _block(a))
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

@@ -34,7 +34,7 @@ from memfit.families.shared.forward import (
     positions,
     project,
 )
-from memfit.families.shared.weights import Rows, head, layer_norm, linear, repeat
+from memfit.families.shared.weights import Rows, decoder, layer_norm, linear
 from memfit.meta import Tensor
 from memfit.records.model import Architecture, TensorSpec, Weight
 
@@ -109,13 +109,10 @@ class GptJ(Family):
             rows += linear(f"attn.{name}", width, width, False)
         rows += linear("mlp.fc_in", a.ffn, width, True)
         rows += linear("mlp.fc_out", width, a.ffn, True)
-        return (
-            Weight(name="transformer.wte.weight", shape=(a.vocab, width), part="embedding"),
-            *repeat("transformer.h", rows, a.layers),
-            Weight(name="transformer.ln_f.weight", shape=(width,), part="norm"),
-            Weight(name="transformer.ln_f.bias", shape=(width,), part="norm"),
-            *head(a),
-        )
+        return decoder(
+            a, rows, root="transformer", entry=[("wte.weight", (a.vocab, width))], blocks="h",
+            end=layer_norm("ln_f", width),
+        )  # fmt: skip
 
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
         """See `Family.buffers`: sines and cosines of every position, once for all blocks."""

@@ -21,9 +21,9 @@ from memfit.families.shared.forward import (
     rms_norm,
     rotation,
 )
-from memfit.families.shared.weights import gated_config, gated_weights, rotary_buffers
+from memfit.families.shared.weights import gated_config, gated_weights
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 
 @final
@@ -57,10 +57,6 @@ class Granite(Family):
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """See `Family.weights`."""
         return gated_weights(a)
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

@@ -22,10 +22,10 @@ from memfit.families.shared.forward import (
     module,
     project,
 )
-from memfit.families.shared.weights import Rows, head, linear, repeat
+from memfit.families.shared.weights import Rows, decoder, linear
 from memfit.meta import Tensor
 from memfit.meta.layers import lean
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 # What Hugging Face's class computes whatever `attn_config` says, or not at all.
 DESCRIBED: dict[str, tuple[object, ...]] = {
@@ -105,16 +105,10 @@ class Mpt(Family):
         rows += [("norm_2.weight", (width,))]
         rows += linear("ffn.up_proj", a.ffn, width, False)
         rows += linear("ffn.down_proj", width, a.ffn, False)
-        return (
-            Weight(name="transformer.wte.weight", shape=(a.vocab, width), part="embedding"),
-            *repeat("transformer.blocks", rows, a.layers),
-            Weight(name="transformer.norm_f.weight", shape=(width,), part="norm"),
-            *head(a),
-        )
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`; the bias is made in each forward."""
-        return ()
+        return decoder(
+            a, rows, root="transformer", entry=[("wte.weight", (a.vocab, width))], blocks="blocks",
+            end=[("norm_f.weight", (width,))],
+        )  # fmt: skip
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`; all blocks share the bias, in fp32, and the mask, of booleans."""

@@ -26,9 +26,9 @@ from memfit.families.shared.forward import (
     rotate,
     rotation,
 )
-from memfit.families.shared.weights import decoder, gated_config, linear, rotary_buffers
+from memfit.families.shared.weights import decoder, gated_config, gated_rows, projection_rows
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 
 @final
@@ -54,21 +54,12 @@ class Olmo2(Family):
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """See `Family.weights`."""
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        rows = linear("self_attn.q_proj", q, a.hidden, a.attention_bias)
-        rows += linear("self_attn.k_proj", kv, a.hidden, a.attention_bias)
-        rows += linear("self_attn.v_proj", kv, a.hidden, a.attention_bias)
-        rows += linear("self_attn.o_proj", a.hidden, q, a.output_bias)
+        rows = projection_rows(a)
         rows += [("self_attn.q_norm.weight", (q,)), ("self_attn.k_norm.weight", (kv,))]
-        rows += linear("mlp.gate_proj", a.ffn, a.hidden, False)
-        rows += linear("mlp.up_proj", a.ffn, a.hidden, False)
-        rows += linear("mlp.down_proj", a.hidden, a.ffn, False)
+        rows += gated_rows("mlp", a, a.ffn)
         rows += [("post_attention_layernorm.weight", (a.hidden,))]
         rows += [("post_feedforward_layernorm.weight", (a.hidden,))]
         return decoder(a, rows)
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`; cosines and sines stay in fp32."""

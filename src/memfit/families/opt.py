@@ -22,7 +22,7 @@ from memfit.families.shared.forward import (
 )
 from memfit.families.shared.weights import Rows, head, layer_norm, linear, repeat
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 OFFSET = 2  # rows of the learned positions that no position uses
 
@@ -107,10 +107,6 @@ class Opt(Family):
             *repeat("model.decoder.layers", rows, a.layers),
             *head(a),
         )
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`; positions are parameters here."""
-        return ()
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

@@ -25,17 +25,9 @@ from memfit.families.shared.forward import (
     rotary_embed,
     turn_part,
 )
-from memfit.families.shared.weights import (
-    Rows,
-    gated_config,
-    head,
-    layer_norm,
-    linear,
-    repeat,
-    rotary_buffers,
-)
+from memfit.families.shared.weights import Rows, decoder, gated_config, layer_norm, linear
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 
 @final
@@ -77,17 +69,7 @@ class Phi(Family):
         rows += linear("mlp.fc1", a.ffn, a.hidden, True)
         rows += linear("mlp.fc2", a.hidden, a.ffn, True)
         rows += layer_norm("input_layernorm", a.hidden)
-        return (
-            Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
-            *repeat("model.layers", rows, a.layers),
-            Weight(name="model.final_layernorm.weight", shape=(a.hidden,), part="norm"),
-            Weight(name="model.final_layernorm.bias", shape=(a.hidden,), part="norm"),
-            *head(a),
-        )
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
+        return decoder(a, rows, end=layer_norm("final_layernorm", a.hidden))
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

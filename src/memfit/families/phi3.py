@@ -24,9 +24,9 @@ from memfit.families.shared.forward import (
     rms_norm,
     rotary_embed,
 )
-from memfit.families.shared.weights import decoder, gated_config, linear, rotary_buffers
+from memfit.families.shared.weights import decoder, gated_config, linear
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 
 @final
@@ -66,10 +66,6 @@ class Phi3(Family):
         rows += [("input_layernorm.weight", (a.hidden,))]
         rows += [("post_attention_layernorm.weight", (a.hidden,))]
         return decoder(a, rows)
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

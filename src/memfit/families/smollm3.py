@@ -19,9 +19,9 @@ from memfit.families.shared.forward import (
     rms_norm,
     rotary_embed,
 )
-from memfit.families.shared.weights import gated_config, gated_weights, rotary_buffers
+from memfit.families.shared.weights import gated_config, gated_weights
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 UNROTATED = "unrotated"
 
@@ -58,10 +58,6 @@ class SmolLm3(Family):
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """See `Family.weights`."""
         return gated_weights(a)
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

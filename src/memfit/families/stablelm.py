@@ -26,17 +26,15 @@ from memfit.families.shared.forward import (
     turn_part,
 )
 from memfit.families.shared.weights import (
-    Rows,
+    decoder,
     gated_config,
-    head,
+    gated_rows,
     layer_norm,
-    linear,
-    repeat,
-    rotary_buffers,
+    projection_rows,
 )
 from memfit.meta import Tensor
 from memfit.meta.layers import lean
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, Weight
 
 
 @final
@@ -73,31 +71,15 @@ class StableLm(Family):
 
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """See `Family.weights`."""
-        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        rows: Rows = linear("self_attn.q_proj", q, a.hidden, a.attention_bias)
-        rows += linear("self_attn.k_proj", kv, a.hidden, a.attention_bias)
-        rows += linear("self_attn.v_proj", kv, a.hidden, a.attention_bias)
-        rows += linear("self_attn.o_proj", a.hidden, q, False)
+        rows = projection_rows(a)
         for name, count in (("q", a.heads), ("k", a.kv_heads)) if a.qk_norm else ():
             norms = f"self_attn.{name}_layernorm.norms"
             rows += [(f"{norms}.{i}.weight", (a.head_dim,)) for i in range(count)]
-        rows += linear("mlp.gate_proj", a.ffn, a.hidden, False)
-        rows += linear("mlp.up_proj", a.ffn, a.hidden, False)
-        rows += linear("mlp.down_proj", a.hidden, a.ffn, False)
+        rows += gated_rows("mlp", a, a.ffn)
         rows += layer_norm("input_layernorm", a.hidden)
         if not a.parallel_residual:
             rows += layer_norm("post_attention_layernorm", a.hidden)
-        return (
-            Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
-            *repeat("model.layers", rows, a.layers),
-            Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
-            Weight(name="model.norm.bias", shape=(a.hidden,), part="norm"),
-            *head(a),
-        )
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
+        return decoder(a, rows, end=layer_norm("norm", a.hidden))
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

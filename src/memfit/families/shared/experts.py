@@ -30,10 +30,10 @@ from memfit.families.shared.forward import (
     rms_norm,
     rotary_embed,
 )
-from memfit.families.shared.weights import Rows, gated_block, head, rotary_buffers
+from memfit.families.shared.weights import Rows, gated_block, head
 from memfit.meta import Tensor
 from memfit.meta.layers import routing
-from memfit.records.model import Architecture, Experts, TensorSpec, Weight
+from memfit.records.model import Architecture, Experts, Weight
 
 ALIGNMENT = 8  # elements: torch's grouped product reads 16 bytes at once, of any dtype
 
@@ -123,10 +123,6 @@ class ExpertFamily(Family):
             Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
             *head(a),
         )
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""

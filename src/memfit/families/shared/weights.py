@@ -38,13 +38,18 @@ def head(a: Architecture) -> tuple[Weight, ...]:
     return tuple(Weight(name=name, shape=shape, part="head") for name, shape in found)
 
 
-def attention_rows(a: Architecture) -> Rows:
-    """Llama's attention: grouped heads, and Qwen3's norms over one head after the projection."""
+def projection_rows(a: Architecture) -> Rows:
+    """Queries, keys and values of grouped heads, and the output's projection."""
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     rows = linear("self_attn.q_proj", q, a.hidden, a.attention_bias)
     rows += linear("self_attn.k_proj", kv, a.hidden, a.attention_bias)
     rows += linear("self_attn.v_proj", kv, a.hidden, a.attention_bias)
-    rows += linear("self_attn.o_proj", a.hidden, q, a.output_bias)
+    return rows + linear("self_attn.o_proj", a.hidden, q, a.output_bias)
+
+
+def attention_rows(a: Architecture) -> Rows:
+    """Llama's attention, and Qwen3's norms over one head after the projections."""
+    rows = projection_rows(a)
     if a.qk_norm:
         rows += [("self_attn.q_norm.weight", (a.head_dim,))]
         rows += [("self_attn.k_norm.weight", (a.head_dim,))]
@@ -75,12 +80,21 @@ def gated_weights(a: Architecture) -> tuple[Weight, ...]:
     return decoder(a, gated_block(a))
 
 
-def decoder(a: Architecture, rows: Rows) -> tuple[Weight, ...]:
-    """All weights of a decoder of such blocks, one norm without a bias at its end."""
+def decoder(
+    a: Architecture, rows: Rows, *,
+    root: str = "model", entry: Rows | None = None, blocks: str = "layers", end: Rows | None = None,
+) -> tuple[Weight, ...]:  # fmt: skip
+    """All weights of a decoder of such blocks.
+
+    entry, end: what stands before and behind the blocks; token embeddings, and a norm without a
+    bias, where not named.
+    """
+    entry = [("embed_tokens.weight", (a.vocab, a.hidden))] if entry is None else entry
+    end = [("norm.weight", (a.hidden,))] if end is None else end
     return (
-        Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
-        *repeat("model.layers", rows, a.layers),
-        Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
+        *(Weight(name=f"{root}.{name}", shape=shape, part="embedding") for name, shape in entry),
+        *repeat(f"{root}.{blocks}", rows, a.layers),
+        *(Weight(name=f"{root}.{name}", shape=shape, part="norm") for name, shape in end),
         *head(a),
     )
 
