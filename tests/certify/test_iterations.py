@@ -45,6 +45,12 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], Policy, dict[str, Any]]] = {
     "grpo, full": ("grpo", {}, Policy(), {}),
     "rloo, full": ("rloo", {**MIXED, "recompute_blocks": 2}, TWICE, {"rows": 0}),
     "grpo, lora": ("grpo", {**LORA, **MIXED, "base_format": "bf16"}, KL, {}),
+    "online_dpo, lora": (
+        "online_dpo",
+        {**LORA, **MIXED, "base_format": "bf16"},
+        Policy(loss_type="sigmoid", beta=0.1),
+        {"temperature": 0.9},
+    ),
     "rloo, lora": ("rloo", {**LORA, "loss": "chunked", "loss_chunk": 20}, KL, {"rows": 2}),
 }
 

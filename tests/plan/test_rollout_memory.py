@@ -29,6 +29,10 @@ CHUNKED = {"loss": "chunked", "loss_chunk": 20}
 FULL = ("grpo", {}, Policy(), {})
 OFF_POLICY = ("rloo", {**MIXED, "recompute_blocks": 2}, TWICE, {"rows": 0})
 WITH_KL = ("grpo", ADAPTED, KL, {})
+OF_PAIRS = ("online_dpo", ADAPTED, Policy(loss_type="sigmoid", beta=0.1), {"temperature": 0.9})
+OF_PAIRS_CHUNKED = (
+    "online_dpo", {**LORA, **CHUNKED}, Policy(loss_type="ipo", beta=0.1), {"rows": 2}
+)  # fmt: skip
 PENALISED = ("rloo", {**LORA, **CHUNKED}, KL, {"rows": 2})
 CASES = {
     "llama, full": ("llama", FULL),
@@ -54,6 +58,16 @@ CASES = {
         "llama", ("grpo", {**LORA, "lora": Lora(rank=4, alpha=8.0, targets=("q_proj", "lm_head"))},
                   KL, {})
     ),
+    "llama, pairs": ("llama", OF_PAIRS),
+    "llama, nf4, pairs": (
+        "llama", ("online_dpo", {**ADAPTED, "base_format": "nf4"}, *OF_PAIRS[2:])
+    ),
+    "qwen3, pairs, chunked": ("qwen3", OF_PAIRS_CHUNKED),
+    "gpt_neox, pairs": ("gpt_neox", OF_PAIRS),
+    "gemma2, pairs, capped": ("gemma2", OF_PAIRS),
+    "gemma3, pairs, within windows": ("gemma3_text", OF_PAIRS_CHUNKED),
+    "qwen3_moe, pairs, experts": ("qwen3_moe", OF_PAIRS),
+    "deepseek_v3, pairs, latent attention": ("deepseek_v3", OF_PAIRS),
     "llama, dora": ("llama", ("grpo", {**ADAPTED, "method": "dora"}, KL, {})),
     "qwen3, full": ("qwen3", FULL),
     "qwen3, lora": ("qwen3", WITH_KL),
@@ -137,6 +151,7 @@ ON_CUDA = [
     "llama, full", "llama, full, several updates", "llama, lora, chunked", "llama, nf4",
     "gpt_neox, lora", "gpt_neox, int8", "gemma3, full, within windows", "gemma2, lora, capped",
     "gpt_oss, sinks", "deepseek_v3, lora, latent attention", "qwen3_moe, full, experts",
+    "llama, pairs", "gpt_neox, pairs", "qwen3, pairs, chunked",
 ]  # fmt: skip
 
 

@@ -24,10 +24,13 @@ from tiny_models import CONFIGS, make_recipe
 DEFAULTS = """
 import json
 from trl import GRPOConfig, RLOOConfig
+from trl.experimental.online_dpo import OnlineDPOConfig
 print(json.dumps({
     name: {k: v for k, v in vars(config(output_dir="x", bf16=False, use_cpu=True)).items()
            if isinstance(v, (int, float, str, type(None)))}
-    for name, config in (("grpo", GRPOConfig), ("rloo", RLOOConfig))
+    for name, config in (
+        ("grpo", GRPOConfig), ("rloo", RLOOConfig), ("online_dpo", OnlineDPOConfig)
+    )
 }))
 """
 ROLLOUT = {"max_prompt_length": 16, "max_completion_length": 16}
@@ -106,9 +109,13 @@ def test_trl_s_defaults_are_trl_s(tmp_path):
         for group in (recipe.rollout, recipe.policy):
             for name in {*to_data(group)} & {*theirs} - {"epsilon_high", "delta", "min_p"}:
                 assert getattr(group, name) == theirs[name], name
+        assert theirs["min_p"] is None  # no token is left out
+        if objective == "online_dpo":
+            assert theirs["missing_eos_penalty"] is None
+            assert {"temperature", "loss_type", "beta", "top_k", "top_p"} <= {*theirs}
+            continue
         assert theirs["epsilon_high"] is None  # the same as epsilon
         assert theirs.get("delta") is None  # not capped
-        assert theirs["min_p"] is None  # no token is left out
         assert {"num_generations", "beta", "epsilon", "num_iterations"} <= {*theirs}
 
 
@@ -273,6 +280,89 @@ def test_keys_count_in_the_digest_of_sampled_answers_alone():
     assert few.course == sampled.course
     assert "rollout" in to_data(sampled)
     assert sampled.preference == Preference()
+
+
+def test_pairs_of_sampled_answers_are_ordered_and_compared_as_trl_does():
+    """OnlineDPOTrainer's defaults; whatever is left open, an adapter is trained."""
+    made = plan(ask("online_dpo"))
+    recipe = made.recipe
+    assert recipe.rollout == Rollout(num_generations=2, temperature=0.9, **ROLLOUT)
+    assert recipe.policy == Policy(loss_type="sigmoid", beta=0.1)
+    assert (recipe.method, recipe.reward.missing_eos_penalty) == ("lora", 0.0)
+    assert recipe.micro_batch % 2 == 0
+    assert {"prefill", "decode", "reference", "backward"} <= set(made.ledger.phases)
+    assert "score" not in made.ledger.phases
+    pretrained = plan(ask("online_dpo", model="qwen2.5-0.5b", rollout={})).recipe
+    assert (pretrained.optimizer.learning_rate, pretrained.method) == (5e-6, "lora")
+    other = {
+        "policy": {"loss_type": "ipo", "beta": 0.4}, "rollout": ROLLOUT | {"temperature": 0.5},
+        "reward": {"funcs": ["number"], "missing_eos_penalty": 2.0},
+    }  # fmt: skip
+    stated = plan(ask("online_dpo", **other))
+    assert stated.recipe.policy == Policy(loss_type="ipo", beta=0.4)
+    assert (stated.recipe.rollout.temperature, stated.recipe.reward.missing_eos_penalty) == (0.5, 2)
+    assert stated.recipe.digest != recipe.digest
+    again = api.predict(restate(stated)).recipe
+    assert replace(again, lean=stated.recipe.lean) == stated.recipe
+
+
+def test_levers_of_pairs_hold_whole_pairs():
+    """Of the parts of 30 rows, 15 are no whole pairs."""
+    made = api.plan(ask("online_dpo", task={"global_batch": 30}, micro_batch=10))
+    turned = [one.changes["micro_batch"] for one in made.levers if "micro_batch" in one.changes]
+    assert 30 in turned
+    assert 15 not in turned
+
+
+def test_a_recipe_of_grpo_has_the_digest_that_it_had():
+    """Keys that came later count where they are set."""
+    recipe = plan(ask()).recipe
+    fined = replace(recipe.reward, missing_eos_penalty=1.0)
+    assert recipe.digest != replace(recipe, reward=fined).digest
+    assert "missing_eos_penalty" in to_data(recipe)["reward"]
+
+
+@pytest.mark.parametrize("guess", ["online-dpo", "onlinedpo", "online dpo", "Online_DPO"])
+def test_other_spellings_are_answered_with_the_objective_s_name(guess):
+    with pytest.raises(InvalidRequest) as error:
+        ask(guess)
+    assert error.value.hint.endswith("did you mean `online_dpo`?")
+
+
+OF_PAIRS = {
+    "all weights": ({"method": "full"}, "what is trained is the reference no more"),
+    "groups": ({"rollout": {"num_generations": 4}}, "compares two answers to a prompt"),
+    "half a pair": ({"task": {"global_batch": 12}, "micro_batch": 3}, "use `micro_batch: 4`"),
+    "a loss of tokens": ({"policy": {"loss_type": "dapo"}}, "which has sigmoid, ipo"),
+    "no such loss": ({"policy": {"loss_type": "hinge"}}, "sigmoid, ipo (of online_dpo)"),
+    "no beta": ({"policy": {"beta": 0.0}}, "`policy.beta: 0` under `objective: online_dpo`"),
+    "clipped": ({"policy": {"epsilon": 0.3}}, "it is of `objective: grpo` and `rloo`"),
+    "twice": ({"policy": {"num_iterations": 2}}, "`policy.num_iterations: 2`"),
+    "another's pairs": ({"preference": {"beta": 0.3}}, "write `policy.loss_type`"),
+    "two devices": ({"hardware": {"device": "h100-sxm", "count": 2}}, "2 ranks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "said"), OF_PAIRS.values(), ids=OF_PAIRS)
+def test_a_request_of_sampled_pairs_that_cannot_be_is_refused(changes, said):
+    with pytest.raises(InvalidRequest) as error:
+        plan(ask("online_dpo", **changes))
+    assert said in f"{error.value.message} {error.value.hint}"
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "said"),
+    [
+        ("online_dpo", {"policy": Policy(beta=0.1)}, "which has sigmoid, ipo"),
+        ("online_dpo", {"micro_batch": 1, "accumulation": 16}, "micro_batch: 1` is odd"),
+        ("online_dpo", {"rollout": Rollout(num_generations=4, **ROLLOUT)}, "two answers"),
+        ("grpo", {"policy": Policy(loss_type="sigmoid")}, "the loss of a pair of answers"),
+    ],
+)
+def test_a_recipe_of_another_s_loss_is_not_built(objective, changes, said):
+    recipe = replace(plan(ask(objective, method="lora")).recipe, **changes)
+    with pytest.raises(InvalidRequest, match=said):
+        build_model(recipe, "meta")
 
 
 REFUSED = {

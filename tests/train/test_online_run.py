@@ -34,6 +34,10 @@ from memfit.train.run.logs import read_log
 from memfit.train.run.loop import train, untouched
 from memfit.train.run.progress import Moment, Silent, describe
 
+PAIRS = {
+    **LORA, "policy": Policy(loss_type="sigmoid", beta=0.1),
+    "rollout": replace(ROLLOUT, num_generations=2, temperature=0.9),
+}  # fmt: skip
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
@@ -91,6 +95,21 @@ def test_the_log_has_what_a_policy_is_watched_by(whole):
     assert made.measurements["seconds.rollout"].value > 0
     assert made.measurements["reward.first"].value == pytest.approx(first["reward"])
     assert {"prefill", "decode", "score", "reference", "backward"} <= set(made.phases)
+
+
+def test_the_log_of_sampled_pairs_has_what_pairs_are_watched_by(whole):
+    recipe, folder, made = whole("online_dpo", **PAIRS)
+    rows = read_log(folder)
+    assert [row["step"] for row in rows] == list(range(1, recipe.steps + 1))
+    for row in rows:
+        assert row["reward_margin"] == pytest.approx(row["reward_chosen"] - row["reward_rejected"])
+        assert 0 <= row["reward_accuracy"] <= 1
+        assert "clipped_low" not in row
+    assert rows[0]["reward_margin"] == 0.0  # an adapter starts as its base
+    assert any(row["reward_margin"] != 0 for row in rows[1:])
+    assert made.measurements["reward.accuracy.final"].value == rows[-1]["reward_accuracy"]
+    assert {"prefill", "decode", "reference", "backward"} <= set(made.phases)
+    assert "score" not in made.phases
 
 
 def test_a_finished_run_speaks_and_transformers_reads_it(whole, place):
@@ -152,6 +171,7 @@ class _Stop(Silent):
         ("grpo", {}),
         ("grpo", {**LORA, "policy": Policy(beta=0.1, num_iterations=2)}),
         ("rloo", {**LORA, "policy": Policy(beta=0.05)}),
+        ("online_dpo", PAIRS),
     ],
 )
 def test_a_run_that_was_stopped_twice_is_the_same_to_the_bit(

@@ -25,7 +25,7 @@ KEYS = {
     "task": "what to train on, and for how long",
     "task.objective": "pretrain (every token) | sft (the answer's tokens) | dpo, simpo, orpo, cpo"
     " (pairs of answers) | kto (rated answers) | reward (a score of each answer of a pair) | grpo,"
-    " rloo (rewards of sampled answers)",
+    " rloo (rewards of sampled answers) | online_dpo (pairs of sampled answers)",
     "task.data": "text, JSONL, CSV or parquet file, or a folder of them; not needed to plan",
     "task.evaluation": "held-out data of the same kinds",
     "task.evaluation_share": "of the documents of task.data, held out of training, such as 0.05",
@@ -52,13 +52,14 @@ KEYS = {
     "preference.undesirable": "of kto: and of the others; auto: 1",
     "preference.cross_entropy": "of cpo: weight of the preferred answers' cross-entropy; auto: 1",
     "preference.center": "of reward: weight of the square of both scores' sum",
-    "rollout": "how answers are sampled; used when the objective is grpo or rloo",
+    "rollout": "how answers are sampled; used when the objective is grpo, rloo or online_dpo",
     "rollout.num_generations": "answers to each prompt; divides task.global_batch; auto: 8 of grpo,"
-    " 2 of rloo",
+    " 2 of rloo and online_dpo",
     "rollout.max_prompt_length": "tokens; longer prompts are left out and counted; auto: what a"
     " stated task.sequence_length leaves, else 512",
     "rollout.max_completion_length": "tokens of an answer at most",
-    "rollout.temperature": "logits are divided by it, while sampling and in the loss",
+    "rollout.temperature": "logits are divided by it while sampling, and in the losses of grpo and"
+    " rloo; auto: 1.0, of online_dpo 0.9",
     "rollout.rows": "answers in flight at once, each with a slot of the cache; auto: a whole"
     " rollout's",
     "rollout.top_k": "draw from so many of the likeliest tokens; 0: from all",
@@ -67,11 +68,12 @@ KEYS = {
     "rollout.repetition_penalty": "makes tokens that a row has less likely; 1: it does not",
     "rollout.stop_words": "texts that end an answer, and stay in it",
     "rollout.dynamic_sampling": "further rounds of prompts in place of groups of equal rewards",
-    "policy": "the policy's loss; used when the objective is grpo or rloo",
-    "policy.loss_type": "of grpo: dapo | grpo | dr_grpo; auto: dapo",
+    "policy": "the policy's loss; used when the objective is grpo, rloo or online_dpo",
+    "policy.loss_type": "of grpo: dapo | grpo | dr_grpo; auto: dapo; of online_dpo: sigmoid |"
+    " ipo; auto: sigmoid",
     "policy.beta": "weight of the KL from the base without its adapter; auto: 0 of grpo, 0.05 of"
-    " rloo with an adapter",
-    "policy.epsilon": "ratios below 1 - epsilon are clipped",
+    " rloo with an adapter; of online_dpo what log ratios are multiplied by; auto: 0.1",
+    "policy.epsilon": "of grpo and rloo: ratios below 1 - epsilon are clipped",
     "policy.epsilon_high": "and above 1 + epsilon_high; auto: epsilon",
     "policy.delta": "of grpo: the unclipped ratio is capped here; 0: it is not",
     "policy.importance_sampling_level": "of grpo: token | sequence (GSPO); auto: token",
@@ -79,13 +81,15 @@ KEYS = {
     " true",
     "policy.scale_rewards": "of grpo, what divides an advantage: group | batch | none; auto: group",
     "policy.normalize_advantages": "of rloo: whitened over the rollout",
-    "policy.mask_truncated_completions": "answers that reached their limit do not count",
-    "policy.num_iterations": "updates with each rollout",
-    "reward": "who judges the answers; used when the objective is grpo or rloo",
+    "policy.mask_truncated_completions": "of grpo and rloo: answers that reached their limit do not"
+    " count",
+    "policy.num_iterations": "of grpo and rloo: updates with each rollout",
+    "reward": "who judges the answers; used when the objective is grpo, rloo or online_dpo",
     "reward.funcs": "a list of: number | regex:PATTERN | format | length | FILE.py:NAME",
     "reward.weights": "of each function; empty: 1 each",
     "reward.timeout": "seconds of one call; an answer judged by none in time has no reward",
     "reward.memory": "of a function's process",
+    "reward.missing_eos_penalty": "is taken off the rewards of answers that reached their limit",
     "method": "full | freeze | lora | dora; auto: full where it fits, else lora",
     "lora": "used when the method is lora or dora",
     "lora.rank": "rank of the adapter's two matrices",

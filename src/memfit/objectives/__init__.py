@@ -11,6 +11,7 @@ package imports nothing but `memfit.core`, so that the records of a recipe can a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from memfit.core.errors import InvalidRequest, did_you_mean
@@ -110,6 +111,10 @@ class Sampled(NamedTuple):
 
     num_generations: int  # answers to each prompt
     beta: float  # weight of the KL divergence from the reference
+    temperature: float = 1.0  # that answers are sampled at
+    # by `policy.loss_type`, where the two answers to a prompt are compared; else each has an
+    # advantage of its own
+    pair_losses: Mapping[str, LossType] = MappingProxyType({})
 
 
 class Objective:
@@ -159,8 +164,13 @@ class Objective:
 
     @property
     def least_rows(self) -> int:
-        """Rows of the smallest micro-batch."""
-        return 2 if self.pairs else 1
+        """Rows of the smallest micro-batch, of which every micro-batch has a multiple."""
+        return 2 if self.pairs or self.pairs_samples else 1
+
+    @property
+    def pairs_samples(self) -> bool:
+        """Whether the two sampled answers to a prompt are a pair that is compared."""
+        return self.sampled is not None and bool(self.sampled.pair_losses)
 
     @property
     def usual_loss(self) -> str:

@@ -138,7 +138,7 @@ def _explain(
     value = shorten(_value_at(data, path))
     shown = f"`{path}: {value}`" if path else f"`{value}`"
     problem = problem[:1].lower() + problem[1:]
-    return InvalidRequest(f"{shown} in {source}: {problem}", hint=_hint(kind, path))
+    return InvalidRequest(f"{shown} in {source}: {problem}", hint=_hint(kind, path, value))
 
 
 def _steps(path: str) -> list[str]:
@@ -180,8 +180,9 @@ def _fields_at(kind: type[Record], path: str) -> list[str]:
     return [f.encode_name for f in msgspec.structs.fields(record)] if record else []
 
 
-def _hint(kind: type[Record], path: str) -> str:
-    """The field's own description (msgspec.Meta), which says what may be written there."""
+def _hint(kind: type[Record], path: str, value: object) -> str:
+    """The field's own description (msgspec.Meta), which says what may be written there; of words,
+    all of them, and which the value is like."""
     found = _kind_at(kind, path)
     parts = [found, *getattr(found, "__args__", ())]
     for part in parts:
@@ -189,4 +190,6 @@ def _hint(kind: type[Record], path: str) -> str:
             if isinstance(meta, msgspec.Meta) and meta.description:
                 return meta.description
     words = [w for p in parts for w in getattr(p, "__args__", ()) if isinstance(w, str)]
-    return f"one of: {', '.join(words)}" if words else ""
+    near = did_you_mean(value, words) if isinstance(value, str) else ""
+    meant = f"; did you mean {near}?" if near else ""
+    return f"one of: {', '.join(words)}{meant}" if words else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import find_objective
 from memfit.records.recipe import ADAPTED, Method, Recipe, Regularisation
+from memfit.records.reinforcement import OF_TOKENS, Policy, pair_losses
 
 
 def check_objective(recipe: Recipe) -> None:
@@ -180,6 +181,53 @@ def refuse_sampled(
         )
 
 
+def check_sampled_pairs(objective: str, policy: Policy, method: Method) -> None:
+    """Raise InvalidRequest where two sampled answers cannot be compared with the reference."""
+    losses = pair_losses(objective)
+    if policy.loss_type not in losses:
+        raise InvalidRequest(
+            f"`policy.loss_type: {policy.loss_type}` is not a loss of `objective: {objective}`,"
+            f" which has {', '.join(losses)}",
+            hint=f"use `policy.loss_type: {next(iter(losses))}`",
+        )
+    if not policy.beta > 0:
+        raise InvalidRequest(
+            f"`policy.beta: {policy.beta:g}` under `objective: {objective}` teaches nothing",
+            hint="use a number above 0, such as 0.1",
+        )
+    if method not in ADAPTED:
+        raise InvalidRequest(
+            f"`method: {method}` under `objective: {objective}`, which compares each answer with"
+            " the reference: what is trained is the reference no more, and memfit holds one model",
+            hint="use `method: lora`, whose base is the reference, or `objective: grpo`",
+        )
+
+
+def check_no_preference(objective: str, *, stated: bool) -> None:
+    """Raise InvalidRequest for keys of pairs that data has, where pairs are sampled."""
+    if stated:
+        raise InvalidRequest(
+            f"`preference` under `objective: {objective}`, whose pairs are sampled",
+            hint="write `policy.loss_type` and `policy.beta`",
+        )
+
+
+def check_two_answers(objective: str, generations: int, micro_batch: int) -> None:
+    """Raise InvalidRequest where a micro-batch does not hold whole pairs of answers."""
+    if generations != 2:
+        raise InvalidRequest(
+            f"`rollout.num_generations: {generations}` under `objective: {objective}`, which"
+            " compares two answers to a prompt",
+            hint="use `rollout.num_generations: 2`, or `objective: grpo` for larger groups",
+        )
+    if micro_batch % 2:
+        raise InvalidRequest(
+            f"`micro_batch: {micro_batch}` is odd, and `objective: {objective}` takes pairs of"
+            " answers",
+            hint=f"use `micro_batch: {micro_batch + 1}`",
+        )
+
+
 def _check_sampled(recipe: Recipe) -> None:
     refuse_sampled(
         recipe.objective, packing=recipe.packing, ranks=recipe.parallel.world,
@@ -187,6 +235,15 @@ def _check_sampled(recipe: Recipe) -> None:
         offload=recipe.offload, qat=recipe.qat, global_batch=recipe.global_batch,
         generations=recipe.rollout.num_generations,
     )  # fmt: skip
+    if pair_losses(recipe.objective):
+        check_sampled_pairs(recipe.objective, recipe.policy, recipe.method)
+        check_two_answers(recipe.objective, recipe.rollout.num_generations, recipe.micro_batch)
+    elif recipe.policy.loss_type not in OF_TOKENS:
+        raise InvalidRequest(
+            f"`policy.loss_type: {recipe.policy.loss_type}` under `objective: {recipe.objective}`:"
+            " it is the loss of a pair of answers",
+            hint=f"use one of {', '.join(OF_TOKENS)}, or `objective: online_dpo`",
+        )
     if recipe.policy.beta and not recipe.adapted:
         raise InvalidRequest(
             f"`policy.beta: {recipe.policy.beta:g}` under `method: {recipe.method}`: what is"

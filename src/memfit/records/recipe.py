@@ -16,7 +16,17 @@ from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 
 Method = Literal["full", "freeze", "lora", "dora"]
 Objective = Literal[
-    "pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "kto", "reward", "grpo", "rloo"
+    "pretrain",
+    "sft",
+    "dpo",
+    "simpo",
+    "orpo",
+    "cpo",
+    "kto",
+    "reward",
+    "grpo",
+    "rloo",
+    "online_dpo",
 ]
 Reference = Literal["none", "adapter-off", "precomputed", "second-model"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
@@ -57,6 +67,7 @@ LATE_IN_PREFERENCE = {
     "loss_type": "sigmoid", "gamma": 0.0, "tau": 0.0, "cross_entropy": 0.0, "desirable": 0.0,
     "undesirable": 0.0, "center": 0.0,
 }  # fmt: skip
+LATE_IN_REWARD: dict[str, object] = {"missing_eos_penalty": 0.0}
 OWN_AXES = (
     "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp", "pp",
     "virtual_pp",
@@ -305,6 +316,7 @@ class Recipe(Record, frozen=True, kw_only=True):
         _drop_usual(content["preference"], LATE_IN_PREFERENCE)
         if not self.preference.beta:
             del content["preference"]
+        _drop_usual(content["reward"], LATE_IN_REWARD)
         if not self.samples:
             for late in ("rollout", "policy", "reward"):
                 del content[late]

@@ -63,7 +63,7 @@ from memfit.records.hardware import Device
 from memfit.records.ledger import Entry, Kind, Ledger, Phase
 from memfit.records.model import DTYPE_BYTES, Model
 from memfit.records.recipe import Parallel, Recipe
-from memfit.records.reinforcement import scores_old
+from memfit.records.reinforcement import loss_temperature, scores_old
 
 
 def predict_memory(model: Model, recipe: Recipe, device: Device, rank: int | None = None) -> Ledger:
@@ -267,7 +267,7 @@ def describe_answers(recipe: Recipe) -> Answering | None:
     return Answering(
         old=scores_old(recipe.objective, recipe.policy),
         reference=recipe.policy.beta > 0,
-        heated=recipe.rollout.temperature != 1.0,
+        heated=loss_temperature(recipe.objective, recipe.rollout) != 1.0,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from memfit.base_formats import is_quantised, offered_formats
 from memfit.core import units
 from memfit.core.errors import Error
+from memfit.objectives import find_objective
 from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Framework
 from memfit.plan.request.meshes import divisors
@@ -69,7 +70,7 @@ def _list_knobs(problem: Problem, chosen: Choice) -> Iterator[dict[str, Any]]:
     yield from _inexact(problem, recipe)
     yield {"recompute": "none" if recipe.recompute_blocks or recipe.selective_blocks else "full"}
     own = recipe.micro_batch * recipe.accumulation
-    whole = [d for d in divisors(own) if not (recipe.prefers and d % 2)]
+    whole = [d for d in divisors(own) if not d % find_objective(recipe.objective).least_rows]
     if recipe.mismatches:  # whose micro-batch is learned with
         whole = []
     for micro in [d for d in whole if d > recipe.micro_batch][:1]:

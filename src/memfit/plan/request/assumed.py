@@ -90,7 +90,7 @@ def _folder(request: Request) -> str:
 def _count_rows(task: Task, size: DataSize, length: int, answers: int, *, packed: bool) -> float:
     if packed:
         return size.tokens / length
-    return size.records * find_objective(task.objective).least_rows * answers
+    return size.records * (2 if find_objective(task.objective).pairs else 1) * answers
 
 
 def _describe_score(recipe: Recipe) -> str:

@@ -473,7 +473,8 @@ def _usual_rate(request: Request, reference: ModelReference, model: Model, metho
     """AdamW's, which Muon's updates are scaled to."""
     if find_weights(request, reference) == "random":
         return 1e-3 if _count(model) < 50_000_000 else 3e-4
-    if find_objective(request.task.objective).compares:  # as the alignment handbook's recipes
+    objective = find_objective(request.task.objective)
+    if objective.compares or objective.pairs_samples:  # as the alignment handbook's recipes
         return 5e-6 if method in ADAPTED else 5e-7
     if samples(request):  # TRL's; of an adapter ten times as much, as for other objectives
         return 1e-5 if method in ADAPTED else 1e-6

@@ -53,6 +53,7 @@ from memfit.plan.simulate.recompute import (
 )
 from memfit.plan.step_time.predicted_time import predict_timeline
 from memfit.records.recipe import Method, Parallel
+from memfit.records.reinforcement import pair_losses
 from memfit.records.request import find_weights
 from memfit.records.results import Plan
 
@@ -242,7 +243,10 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
         methods = ["lora"]  # nothing else trains beside a quantised base
     elif request.method == "auto" and find_weights(request, problem.reference) == "random":
         methods = ["full"]  # an adapter on random weights has nothing to adapt
-    if request.method == "auto" and request.preference.reference == "adapter-off":
+    needs_adapter = request.preference.reference == "adapter-off" or pair_losses(
+        request.task.objective
+    )
+    if request.method == "auto" and needs_adapter:
         methods = ["lora"]
     first = list_meshes(request)[0]
     if request.parallel == "auto":  # whichever it becomes, see `_on_mesh`

@@ -16,6 +16,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.families.capabilities.added import can_select
 from memfit.families.capabilities.compiled import why_not_compiled
 from memfit.families.capabilities.lean import find_lean
+from memfit.objectives import find_objective
 from memfit.optimizers import default_implementation, find_optimizer, optimizers
 from memfit.optimizers.low_bit import can_round
 from memfit.optimizers.shared.in_backward import refuse_in_backward
@@ -160,7 +161,7 @@ def _micro_batches(recipe: Recipe) -> tuple[int, ...]:
     if recipe.optimizer.in_backward or recipe.mismatches:
         return ()  # the one takes the whole batch; the other's micro-batch is learned with
     parts = divisors(recipe.micro_batch * recipe.accumulation)
-    whole = [d for d in parts if not (recipe.prefers and d % 2)]  # of pairs
+    whole = [d for d in parts if not d % find_objective(recipe.objective).least_rows]  # of pairs
     smaller = [d for d in whole if d < recipe.micro_batch][-1:]
     return *smaller, *[d for d in whole if d > recipe.micro_batch][:1]
 

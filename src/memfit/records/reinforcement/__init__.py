@@ -5,10 +5,12 @@ Names and defaults are those of TRL 1.16's configurations, which is what people 
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 from memfit.core import units
 from memfit.core.errors import InvalidRequest, did_you_mean
+from memfit.objectives import LossType, find_objective
 from memfit.records import Record
 
 WAVES = 2  # of answers that stand for all: at the second, slots are filled anew
@@ -16,9 +18,11 @@ WIDTHS = 8  # that rows of an update may have
 REACHES = 16  # that a decoding step may attend to
 PREFILL_TOKENS = 4096  # that one call reads of prompts at most; one prompt at least
 
-Online = Literal["grpo", "rloo"]  # objectives whose answers are sampled while training
+# objectives whose answers are sampled while training
+Online = Literal["grpo", "rloo", "online_dpo"]
 ScaleRewards = Literal["group", "batch", "none"]
 Level = Literal["token", "sequence"]
+OF_TOKENS = ("dapo", "dr_grpo", "grpo")  # values of `policy.loss_type` of objective grpo
 
 
 REWARDS = ("number", "regex", "format", "length")  # reward functions that ship
@@ -45,9 +49,11 @@ def check_spec(spec: str) -> None:
 
 
 class Policy(Record, frozen=True, kw_only=True):
-    """The policy's loss: GRPO (Shao et al. 2402.03300) and its variants, or RLOO (2402.14740)."""
+    """The policy's loss: GRPO (Shao et al. 2402.03300) and its variants, RLOO (2402.14740), or that
+    of pairs (online DPO, 2402.04792)."""
 
-    loss_type: str = "dapo"  # of GRPO, what the sum over tokens is divided by
+    # of GRPO, what the sum over tokens is divided by; of online DPO, the loss of a pair
+    loss_type: str = "dapo"
     beta: float = 0.0  # weight of the KL divergence from the reference; 0: no reference is run
     epsilon: float = 0.2  # a ratio below 1 - epsilon is clipped
     epsilon_high: float = 0.2  # and one above 1 + epsilon_high (DAPO, 2503.14476: 0.28)
@@ -67,10 +73,13 @@ class Policy(Record, frozen=True, kw_only=True):
                 " learned depends on how a global batch is cut",
                 hint="use `policy.loss_type: dapo`, which divides by the tokens of the whole batch",
             )
-        if self.loss_type not in ("dapo", "dr_grpo", "grpo"):
-            raise InvalidRequest(
-                f"`policy.loss_type: {self.loss_type}` is not one of dapo, dr_grpo, grpo"
-            )
+        if self.loss_type not in OF_TOKENS:
+            of_pairs = pair_losses("online_dpo")
+            if self.loss_type not in of_pairs:
+                raise InvalidRequest(
+                    f"`policy.loss_type: {self.loss_type}` is not one of {', '.join(OF_TOKENS)} (of"
+                    f" grpo) or {', '.join(of_pairs)} (of online_dpo)"
+                )
         for name, value, least in (
             ("beta", self.beta, 0.0),
             ("epsilon", self.epsilon, 0.0),
@@ -88,6 +97,18 @@ class Policy(Record, frozen=True, kw_only=True):
                 f" {1 + self.epsilon_high:g}, where ratios are clipped already",
                 hint="use a larger `policy.delta`, or 0 for none",
             )
+
+
+def pair_losses(objective: str) -> Mapping[str, LossType]:
+    """The losses of an objective that compares the two sampled answers to a prompt; else none."""
+    sampled = find_objective(objective).sampled
+    return {} if sampled is None else sampled.pair_losses
+
+
+def find_online(objective: str) -> Online:
+    """The objective of a recipe that samples."""
+    found: Online = next(name for name in get_args(Online) if name == objective)
+    return found
 
 
 def scores_old(objective: str, policy: Policy) -> bool:
@@ -182,6 +203,14 @@ class Rollout(Record, frozen=True, kw_only=True):
         return min(-(-longest // step) * step, self.width)
 
 
+def loss_temperature(objective: str, rollout: Rollout) -> float:
+    """What logits are divided by where sampled answers are scored and learned from.
+
+    Pairs are compared by the model's own chances, as TRL's `OnlineDPOTrainer` does.
+    """
+    return 1.0 if pair_losses(objective) else rollout.temperature
+
+
 class RewardSettings(Record, frozen=True, kw_only=True):
     """Who judges answers, and what each may take."""
 
@@ -189,6 +218,7 @@ class RewardSettings(Record, frozen=True, kw_only=True):
     weights: tuple[float, ...] = ()  # of each function; empty: 1 each
     timeout: float = 10.0  # seconds of one call
     memory: str = "4 GiB"  # of a function's process, address space counted
+    missing_eos_penalty: float = 0.0  # is taken off the reward of an answer that reached its limit
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest where weights and functions differ in number, or a limit is none."""
@@ -197,6 +227,11 @@ class RewardSettings(Record, frozen=True, kw_only=True):
                 f"`reward.weights` has {len(self.weights)} numbers, and `reward.funcs`"
                 f" {len(self.funcs)} functions",
                 hint="give one weight a function, or none",
+            )
+        if not self.missing_eos_penalty >= 0:
+            raise InvalidRequest(
+                f"`reward.missing_eos_penalty: {self.missing_eos_penalty}` is below 0",
+                hint="it is taken off the rewards of answers that reached their limit",
             )
         if not self.timeout > 0:
             raise InvalidRequest(

@@ -24,12 +24,12 @@ Size = Annotated[str, msgspec.Meta(description="a size with its unit, for exampl
 
 
 class RolloutRequest(Record, frozen=True, kw_only=True):
-    """How answers are sampled; used when the objective is `grpo` or `rloo`."""
+    """How answers are sampled; used by the objectives that sample answers."""
 
-    num_generations: Positive | Auto = "auto"  # auto: 8 of grpo, 2 of rloo
+    num_generations: Positive | Auto = "auto"  # auto: 8 of grpo, 2 of rloo and online_dpo
     max_prompt_length: Positive | Auto = "auto"  # auto: what a stated row leaves, else 512
     max_completion_length: Positive = 512
-    temperature: PositiveFloat = 1.0
+    temperature: PositiveFloat | Auto = "auto"  # auto: 1.0; 0.9 of online_dpo
     rows: Positive | Auto = "auto"  # auto: all of a rollout at once
     dynamic_sampling: NotNegative = 0
     top_k: NotNegative = 0
@@ -40,10 +40,11 @@ class RolloutRequest(Record, frozen=True, kw_only=True):
 
 
 class PolicyRequest(Record, frozen=True, kw_only=True):
-    """The policy's loss; used when the objective is `grpo` or `rloo`."""
+    """The policy's loss; used by the objectives that sample answers."""
 
-    loss_type: str = "auto"  # of grpo; auto: dapo
-    beta: NotNegativeFloat | Auto = "auto"  # auto: 0 of grpo; 0.05 of rloo with an adapter
+    loss_type: str = "auto"  # of grpo, auto: dapo; of online_dpo, auto: sigmoid
+    # auto: 0 of grpo; 0.05 of rloo with an adapter; 0.1 of online_dpo
+    beta: NotNegativeFloat | Auto = "auto"
     epsilon: PositiveFloat = 0.2
     epsilon_high: PositiveFloat | Auto = "auto"  # auto: epsilon
     delta: NotNegativeFloat = 0.0  # of grpo
@@ -56,12 +57,13 @@ class PolicyRequest(Record, frozen=True, kw_only=True):
 
 
 class RewardRequest(Record, frozen=True, kw_only=True):
-    """Who judges the answers; used when the objective is `grpo` or `rloo`."""
+    """Who judges the answers; used by the objectives that sample answers."""
 
     funcs: tuple[str, ...] = ()  # number, regex:PATTERN, format, length or FILE.py:NAME
     weights: tuple[float, ...] = ()
     timeout: PositiveFloat = 10.0  # seconds of one call
     memory: Size = "4 GiB"
+    missing_eos_penalty: NotNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest for a size without a unit, or a function that can be none."""

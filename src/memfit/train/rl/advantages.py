@@ -2,7 +2,7 @@
 
 Rewards are fp32 vectors of a whole rollout; answers to one prompt are neighbours. NaN stands for an
 answer that no function could judge: it moves no baseline, and its advantage is 0. The formulas are
-TRL 1.16's (`GRPOTrainer`, `RLOOTrainer`).
+TRL 1.16's (`GRPOTrainer`, `RLOOTrainer`, `OnlineDPOTrainer`).
 """
 
 from __future__ import annotations
@@ -64,6 +64,23 @@ def penalise(rewards: Tensor, old: Tensor, reference: Tensor, mask: Tensor, beta
     negative.
     """
     return rewards - beta * ((old - reference) * mask).sum(dim=1)
+
+
+def find_judged_pairs(rewards: Tensor) -> Tensor:
+    """(answers,) bool: both answers to the prompt have a reward, so that they can be compared."""
+    both = ~rewards.view(-1, 2).isnan().any(dim=1)
+    return both.repeat_interleave(2)
+
+
+def order_pairs(rewards: Tensor) -> Tensor:
+    """Online DPO's, (answers,): 1 of the chosen answer to each prompt, -1 of the rejected one.
+
+    Of two equal rewards the first answer is chosen.
+    """
+    _check_groups(rewards, 2)
+    first, second = rewards.view(-1, 2).unbind(1)
+    ahead = (first >= second).float() * 2 - 1
+    return torch.stack((ahead, -ahead), dim=1).flatten()
 
 
 def find_even_groups(rewards: Tensor, group: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""One iteration of GRPO or RLOO: a rollout, its advantages, and the updates with it."""
+"""One iteration: a rollout, what its answers' rewards say of each, and the updates with it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from memfit.adapters import find_adapter
 from memfit.core.errors import InvalidRequest
 from memfit.records.ledger import Phase
 from memfit.records.recipe import Recipe
-from memfit.records.reinforcement import Online, Policy, scores_old
+from memfit.records.reinforcement import (
+    Online,
+    Policy,
+    loss_temperature,
+    pair_losses,
+    scores_old,
+)
 from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.rl.advantages import (
+    find_judged_pairs,
     group_advantages,
     leave_one_out_advantages,
+    order_pairs,
     penalise,
 )
-from memfit.train.rl.policy_loss import Answers, Counts
+from memfit.train.rl.policy_loss import Answers, Counts, name_sums
 from memfit.train.rl.rollout import Experience, Sampling, roll_out
 from memfit.train.rl.rows import answer_mask, lay_out
 from memfit.train.step.build import Built
@@ -37,6 +45,11 @@ class Learning:
     objective: Online
     policy: Policy
     sampling: Sampling
+
+    @property
+    def heat(self) -> float:
+        """What logits are divided by in scores and in the loss."""
+        return loss_temperature(self.objective, self.sampling.rollout)
 
     def check(self, recipe: Recipe) -> None:
         """Raise InvalidRequest where a recipe cannot be learned by."""
@@ -109,14 +122,13 @@ def iterate(
         rollout.pad(max(len(p.ids) + len(c.ids) for p, c in zip(*experience[:2], strict=True))),
     )
     observer.register_batch(batch.input_ids, batch.labels)
-    counted = torch.ones(len(experience.rewards), dtype=torch.bool)
-    if learning.policy.mask_truncated_completions:
-        counted = ~experience.truncated
+    counted = _find_counted(learning, experience)
     mask = answer_mask(batch.labels, counted)
     scored = _score(at_work, batch)
     advantages, divergence = _find_advantages(learning, experience, scored, mask)
     scoring = time.perf_counter()
-    counts = Counts(len(mask), float(mask.sum()), rollout.max_completion_length)
+    rows = int(counted.sum()) if pair_losses(learning.objective) else len(mask)
+    counts = Counts(rows, float(mask.sum()), rollout.max_completion_length)
     sums, losses, norms = [], [], []
     for _ in range(learning.policy.num_iterations):
         micros = _micro_batches(at_work, batch, counts, mask, advantages, scored)
@@ -127,7 +139,7 @@ def iterate(
         norms.append(float("nan") if result.grad_norm is None else float(result.grad_norm))
     updated = time.perf_counter()
     total = torch.stack(sums).sum(0)
-    figures = _describe(experience, total, losses[-1])
+    figures = _describe(experience, losses[-1]) | name_sums(learning.objective, total, rows)
     if built.recipe.optimizer.clip_norm:
         figures["grad_norm"] = norms[-1]
     if learning.policy.beta:
@@ -143,6 +155,15 @@ def iterate(
     by_function = tuple(None if m != m else m for m in means)
     shown = _show(experience, rollout.num_generations)
     return Summary(figures, by_function, dict(experience.failures), shown, tokens)
+
+
+def _find_counted(learning: Learning, experience: Experience) -> Tensor:
+    """(answers,) bool: those that the loss is of."""
+    if pair_losses(learning.objective):
+        return find_judged_pairs(experience.rewards)
+    if learning.policy.mask_truncated_completions:
+        return ~experience.truncated
+    return torch.ones(len(experience.rewards), dtype=torch.bool)
 
 
 class _Scored(NamedTuple):
@@ -190,7 +211,7 @@ def _score(work: _Work, batch: Batch) -> _Scored:
 
 
 def _by_micro_batch(work: _Work, batch: Batch) -> Tensor:
-    heat = work.learning.sampling.rollout.temperature
+    heat = work.learning.heat
     found = torch.zeros(batch.labels.shape)
     for at in work.slices(len(found)):
         found[at] = answer_log_probs(work.built, work.put(batch, at), heat).log_probs.cpu()
@@ -205,6 +226,8 @@ def _find_advantages(
     rewards = experience.rewards
     if learning.objective == "grpo":
         return group_advantages(rewards, group, policy), None
+    if pair_losses(learning.objective):
+        return order_pairs(rewards), None
     divergence = None
     if policy.beta and scored.old is not None and scored.reference is not None:
         divergence = float(((scored.old - scored.reference) * mask).sum())
@@ -222,7 +245,7 @@ def _micro_batches(
 ) -> Iterator[Batch]:
     """Those of the update, each made when its turn comes."""
     device = work.built.device
-    heat = work.learning.sampling.rollout.temperature
+    heat = work.learning.heat
 
     def make(at: slice) -> Batch:
         piece = work.put(batch, at)
@@ -238,9 +261,8 @@ def _micro_batches(
         yield make(at)
 
 
-def _describe(experience: Experience, sums: Tensor, loss: float) -> dict[str, float]:
-    """Figures that every iteration has; sums as `StepResult.rewards`."""
-    low, high, _, counted, tokens, entropy = (float(s) for s in sums)
+def _describe(experience: Experience, loss: float) -> dict[str, float]:
+    """Figures of the rollout that every iteration has, and the loss of its last update."""
     rewards = experience.rewards
     unjudged = float(rewards.isnan().float().mean())
     mean = rewards.nanmean()
@@ -256,9 +278,6 @@ def _describe(experience: Experience, sums: Tensor, loss: float) -> dict[str, fl
         "longest": float(max(lengths)),
         "truncated": float(truncated),
         "even_groups": experience.even_groups / experience.sampled_groups,
-        "clipped_low": low / max(counted, 1.0),
-        "clipped_high": high / max(counted, 1.0),
-        "entropy": entropy / max(tokens, 1.0),
         "rollout_seconds": experience.rollout_seconds,
         "rollout_tokens_per_second": experience.sampled_tokens / experience.rollout_seconds,
         "reward_seconds": experience.reward_seconds,

@@ -15,7 +15,7 @@ from typing import Any
 from memfit.core.errors import RunFailed
 from memfit.optimizers.shared.groups import set_rate
 from memfit.records.recipe import Recipe
-from memfit.records.reinforcement import RewardSettings
+from memfit.records.reinforcement import RewardSettings, find_online
 from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.measure.observer import Observer
 from memfit.train.rl.judging import Judges
@@ -37,15 +37,15 @@ def learning_of(recipe: Recipe, rows: object, tokenizer: Tokenizer) -> Iterator[
     if not isinstance(rows, PromptRows):
         yield None
         return
-    assert recipe.objective in ("grpo", "rloo")
+    objective = find_online(recipe.objective)
     with Judges(recipe.reward) as judges:
         judges.ready()
         sampling = Sampling(
             recipe.rollout, rows.prompts, recipe.global_batch // recipe.rollout.num_generations,
             judges, tokenizer.decode, partial(sample_in_slots, decode=tokenizer.decode),
-            tokenizer.end, recipe.seed,
+            tokenizer.end, recipe.seed, recipe.reward.missing_eos_penalty,
         )  # fmt: skip
-        yield Learning(recipe.objective, recipe.policy, sampling)
+        yield Learning(objective, recipe.policy, sampling)
 
 
 def digest_rewards(settings: RewardSettings) -> str:

@@ -2,7 +2,7 @@
 
 Every sum is divided by counts of the whole global batch, which `token_weights` works in, so that
 how the batch is cut changes nothing. The formulas are TRL 1.16's (`GRPOTrainer._compute_loss`,
-`RLOOTrainer._compute_loss`) at one micro-batch a step.
+`RLOOTrainer._compute_loss`, `OnlineDPOTrainer.training_step`) at one micro-batch a step.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from memfit.core.errors import InvalidRequest
-from memfit.records.reinforcement import Online, Policy
+from memfit.records.recipe import Preference
+from memfit.records.reinforcement import Online, Policy, pair_losses
+from memfit.train.step.preference import name_rewards
 
 
 class Counts(NamedTuple):
     """What a global batch's sums are divided by; of all its micro-batches and ranks together."""
 
-    rows: int  # answers, those that do not count included
+    rows: int  # answers, those that do not count included; of pairs, those that count
     tokens: float  # of answers that count; the mean of a rollout's steps where it has many
     longest: int  # the most tokens that an answer may have
 
@@ -32,7 +34,9 @@ class Answers(NamedTuple):
     counts: Counts
     temperature: float  # that they were sampled at
     mask: Tensor  # (rows, tokens): 1 where a token of an answer counts
-    advantages: Tensor  # (rows,); (rows, tokens) where each token has one of its own
+    # (rows,); (rows, tokens) where each token has one of its own; of pairs 1 is the chosen answer,
+    # -1 the rejected one
+    advantages: Tensor
     old: Tensor | None = None  # (rows, tokens) under the policy that sampled; None: this policy
     reference: Tensor | None = None  # (rows, tokens); None where `beta` is 0
 
@@ -42,7 +46,8 @@ class LossAndSums(NamedTuple):
 
     loss: Tensor  # 0-dim, this micro-batch's share
     # (5,): clipped below, clipped above, KL estimates, what these are counts of (tokens, or rows of
-    # a ratio that is a row's), tokens
+    # a ratio that is a row's), tokens. Of pairs: rewards of chosen answers, of rejected ones, log
+    # ratios, pairs put right, tokens
     sums: Tensor
 
 
@@ -63,7 +68,7 @@ def policy_loss(log_probs: Tensor, answers: Answers) -> LossAndSums:
     """Of a micro-batch; log_probs (rows, tokens) fp32.
 
     grpo: clipped ratios and a KL estimate of each token. rloo: REINFORCE with the clipped ratio of
-    a whole answer, whose KL divergence is part of the reward.
+    a whole answer, whose KL divergence is part of the reward. online_dpo: a loss of each pair.
     """
     policy = answers.policy
     if policy.beta and answers.reference is None:
@@ -71,7 +76,7 @@ def policy_loss(log_probs: Tensor, answers: Answers) -> LossAndSums:
             f"`policy.beta: {policy.beta}`, and the reference's log-probabilities are not there",
             hint="compute them for each rollout, or use `policy.beta: 0`",
         )
-    find = _grpo_slope if answers.objective == "grpo" else _rloo_slope
+    find = {"grpo": _grpo_slope, "rloo": _rloo_slope, "online_dpo": _pair_slope}[answers.objective]
     made = _Slope.apply(log_probs, *find(log_probs.detach(), answers))  # type: ignore[no-untyped-call]
     return LossAndSums(*made)
 
@@ -127,6 +132,38 @@ def _rloo_slope(log_probs: Tensor, answers: Answers) -> tuple[Tensor, Tensor, Te
          mask.sum()]
     )  # fmt: skip
     return clipped.losses.sum() / rows, clipped.slopes * mask / rows, sums
+
+
+def _pair_slope(log_probs: Tensor, answers: Answers) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss of pairs of neighbouring rows by what each answer's log-probability, the sum
+    over its tokens, exceeds the reference's by."""
+    policy, mask, pairs = answers.policy, answers.mask, max(answers.counts.rows // 2, 1)
+    loss_type = pair_losses(answers.objective)[policy.loss_type]
+    assert answers.reference is not None  # as `policy_loss` has checked
+    ratios = ((log_probs - answers.reference) * mask).sum(dim=1)
+    gains = (ratios * policy.beta).view(-1, 2)
+    ahead = answers.advantages.view(-1, 2) > 0
+    counted = mask.amax(dim=1).view(-1, 2).amin(dim=1)
+    chosen, rejected = (gains * ahead).sum(dim=1), (gains * ~ahead).sum(dim=1)
+    found = loss_type.loss(chosen, rejected, Preference(beta=policy.beta))
+    slopes = torch.where(ahead, found.by_chosen.unsqueeze(1), found.by_rejected.unsqueeze(1))
+    slope = slopes.mul_(policy.beta / pairs).view(-1, 1) * mask
+    won = (chosen > rejected) * counted
+    sums = torch.stack(
+        [(chosen * counted).sum(), (rejected * counted).sum(), ratios.sum(), won.sum(), mask.sum()]
+    )
+    return (found.values * counted).sum() / pairs, slope, sums
+
+
+def name_sums(objective: Online, sums: Tensor, rows: int) -> dict[str, float]:
+    """Figures of the log; sums (6,) as `StepResult.rewards`, of `rows` answers."""
+    low, high, _, counted, tokens, entropy = (float(s) for s in sums)
+    shared = {"entropy": entropy / max(tokens, 1.0)}
+    if pair_losses(objective):
+        return name_rewards((low, high, counted), max(rows // 2, 1)) | shared
+    return {
+        "clipped_low": low / max(counted, 1.0), "clipped_high": high / max(counted, 1.0), **shared
+    }  # fmt: skip
 
 
 class _Clipped(NamedTuple):

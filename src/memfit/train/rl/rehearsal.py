@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
-from memfit.records.reinforcement import RewardSettings, Rollout
+from memfit.records.reinforcement import RewardSettings, Rollout, find_online
 from memfit.train.generation.sampling import NewTokens
 from memfit.train.generation.settings import Completion
 from memfit.train.measure.observer import Observer
@@ -62,9 +62,9 @@ def make_learning(
     sampling = Sampling(
         rollout, prompts, groups, judges, lambda _: "",
         partial(_sample_few, observer=observer, limits=limits), None, recipe.seed,
+        recipe.reward.missing_eos_penalty,
     )  # fmt: skip
-    assert recipe.objective in ("grpo", "rloo")
-    return Learning(recipe.objective, recipe.policy, sampling)
+    return Learning(find_online(recipe.objective), recipe.policy, sampling)
 
 
 def _sample_few(

@@ -47,6 +47,7 @@ class Sampling:
     sample: Sample
     end: int | None  # the token that ends an answer
     seed: int
+    missing_eos_penalty: float = 0.0  # is taken off the reward of an answer that reached its limit
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest where the data has fewer prompts than a rollout takes."""
@@ -76,7 +77,7 @@ class Experience(NamedTuple):
     @property
     def truncated(self) -> Tensor:
         """(answers,) bool: those that reached their limit."""
-        return torch.tensor([c.ended not in STOPPED for c in self.completions])
+        return _find_truncated(self.completions)
 
 
 def keep_short(prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[Prompt], int]:
@@ -135,8 +136,15 @@ def _sample_and_judge(
         [c.ids for c in completions],
         columns,
     )
+    if sampling.missing_eos_penalty:
+        off = sampling.missing_eos_penalty * _find_truncated(completions).float()
+        verdict = verdict._replace(rewards=verdict.rewards - off)
     judged = time.perf_counter()
     return prompts, completions, texts, verdict, sampled - start, judged - sampled
+
+
+def _find_truncated(completions: Sequence[Completion]) -> Tensor:
+    return torch.tensor([c.ended not in STOPPED for c in completions])
 
 
 def _answer(prompt: Any, text: str) -> Any:

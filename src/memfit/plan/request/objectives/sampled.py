@@ -5,25 +5,36 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
-from memfit.objectives import find_objective
+from memfit.objectives import Objective, find_objective
 from memfit.plan.memory.verdict import doubt_other_lengths
 from memfit.records.hardware import Device
-from memfit.records.objectives import refuse_sampled
+from memfit.records.objectives import (
+    check_no_preference,
+    check_sampled_pairs,
+    check_two_answers,
+    refuse_sampled,
+)
 from memfit.records.recipe import ADAPTED, Method, Recipe
-from memfit.records.reinforcement import Policy, RewardSettings, Rollout
-from memfit.records.request import Request
+from memfit.records.reinforcement import Policy, RewardSettings, Rollout, pair_losses
+from memfit.records.reinforcement.requested import PolicyRequest
+from memfit.records.request import PreferenceRequest, Request
 from memfit.records.results import Memory
 
 FILTERED = (
     "what `rollout.top_k`, `top_p`, `min_p` and `repetition_penalty` hold while a token is drawn is"
     " not predicted: certify"
 )
-# keys of `policy` that one of the objectives has, and how they stand where nobody states them
-OF_GRPO = {
-    "loss_type": "auto", "delta": 0.0, "importance_sampling_level": "auto",
-    "use_bias_correction_kl": "auto", "scale_rewards": "auto",
+OWNERS = {  # keys of `policy` that not every objective has
+    "loss_type": ("grpo", "online_dpo"), "normalize_advantages": ("rloo",),
+    **dict.fromkeys(
+        ("delta", "importance_sampling_level", "use_bias_correction_kl", "scale_rewards"),
+        ("grpo",),
+    ),
+    **dict.fromkeys(
+        ("epsilon", "epsilon_high", "mask_truncated_completions", "num_iterations"),
+        ("grpo", "rloo"),
+    ),
 }  # fmt: skip
-OF_RLOO = {"normalize_advantages": False}
 EXPANDABLE = "expandable_segments:True"
 UNUSED = {"auto": "none", "none": "none"}  # of `offload`
 
@@ -63,6 +74,10 @@ def check_sampled(request: Request) -> None:
         global_batch=request.global_batch, generations=request.generations,
     )  # fmt: skip
     choose_policy(request, "lora" if request.method == "auto" else request.method)
+    if pair_losses(objective):
+        micro = request.micro_batch
+        check_no_preference(objective, stated=request.preference != PreferenceRequest())
+        check_two_answers(objective, request.generations, 2 if micro == "auto" else micro)
 
 
 def settle_allocator(request: Request, device: Device) -> Request:
@@ -91,9 +106,12 @@ def choose_rollout(request: Request) -> Rollout:
                     f" `rollout.max_completion_length: {stated.max_completion_length}`",
                     hint="lower `rollout.max_completion_length`",
                 )
+    sampled = find_objective(request.task.objective).sampled
+    assert sampled is not None
+    heat = sampled.temperature if stated.temperature == "auto" else stated.temperature
     return Rollout(
         num_generations=request.generations, max_prompt_length=prompt,
-        max_completion_length=stated.max_completion_length, temperature=stated.temperature,
+        max_completion_length=stated.max_completion_length, temperature=heat,
         rows=0 if stated.rows == "auto" else stated.rows, dynamic_sampling=stated.dynamic_sampling,
         top_k=stated.top_k, top_p=stated.top_p, min_p=stated.min_p,
         repetition_penalty=stated.repetition_penalty, stop_words=stated.stop_words,
@@ -106,15 +124,10 @@ def choose_policy(request: Request, method: Method) -> Policy:
     if objective.sampled is None:
         return Policy()
     stated = request.policy
-    for name, usual in (OF_RLOO if objective.name == "grpo" else OF_GRPO).items():
-        if getattr(stated, name) != usual:
-            owner = "rloo" if name in OF_RLOO else "grpo"
-            raise InvalidRequest(
-                f"`policy.{name}: {getattr(stated, name)}` under `objective: {objective.name}`,"
-                " which has none",
-                hint=f"it is of `objective: {owner}`",
-            )
+    _check_owners(stated, objective.name)
     beta = stated.beta
+    if objective.pairs_samples:
+        return _choose_of_pairs(stated, objective, method)
     if beta == "auto":  # what is trained whole has no reference in one model
         beta = objective.sampled.beta if method in ADAPTED else 0.0
     if beta and method not in ADAPTED:
@@ -142,6 +155,28 @@ def choose_policy(request: Request, method: Method) -> Policy:
     )  # fmt: skip
 
 
+def _check_owners(stated: PolicyRequest, objective: str) -> None:
+    """Raise InvalidRequest for a key that is stated and that only other objectives have."""
+    for name, owners in OWNERS.items():
+        value = getattr(stated, name)
+        if objective not in owners and value != getattr(PolicyRequest(), name):
+            raise InvalidRequest(
+                f"`policy.{name}: {value}` under `objective: {objective}`, which has none",
+                hint=f"it is of `objective: {'` and `'.join(owners)}`",
+            )
+
+
+def _choose_of_pairs(stated: PolicyRequest, objective: Objective, method: Method) -> Policy:
+    assert objective.sampled is not None
+    loss, beta = stated.loss_type, stated.beta
+    made = Policy(
+        loss_type=next(iter(objective.sampled.pair_losses)) if loss == "auto" else loss,
+        beta=objective.sampled.beta if beta == "auto" else beta,
+    )
+    check_sampled_pairs(objective.name, made, method)
+    return made
+
+
 def choose_reward(request: Request) -> RewardSettings:
     """Of a recipe."""
     if not samples(request):
@@ -152,6 +187,7 @@ def choose_reward(request: Request) -> RewardSettings:
         weights=stated.weights,
         timeout=stated.timeout,
         memory=stated.memory,
+        missing_eos_penalty=stated.missing_eos_penalty,
     )
 
 
