@@ -96,7 +96,7 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.adapted:
         problem = f"`method: {recipe.method}` is not built where products are cut"
         yield f"{problem}: peft's matrices stand beside them", f"use `method: full`, or {OTHERWISE}"
-    if recipe.compares:
+    if recipe.rates or recipe.scores:
         yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
     if recipe.regularisation != Regularisation():
         problem = "`regularisation` takes whole rows of logits and tokens, which are cut"

@@ -612,17 +612,17 @@ def base_alone(weights: Weights) -> Weights:
 
 def row_log_probs(
     forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor, chunk: int,
-    context: Tensor | None = None,
+    context: Tensor | None = None, *, cut: bool = False,
 ) -> Tensor:  # fmt: skip
     """Log-probabilities of rows, as train/step/preference.py: -> (batch,), with a context (2,
-    batch); chunk 0: at once."""
+    batch); chunk 0: at once. cut: ranks share the vocabulary."""
     a = forward.architecture
     if a.logits_scaled or a.logit_cap:
         hidden = meta.scale(hidden)
     if not chunk:
         labels, answered = merge_context(labels, context)
         logits = _wide_logits(forward, weights, hidden)
-        return plain_log_probs(logits, labels, answered)
+        return plain_log_probs(logits, labels, answered, cut=cut)
     flat = meta.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
     labels, answered = merge_context(labels, context)
     found = chunked_log_probs(

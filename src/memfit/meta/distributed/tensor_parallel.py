@@ -94,6 +94,17 @@ def cross_entropy_sum_cut(logits: Tensor, labels: Tensor) -> Tensor:
     return result
 
 
+def cross_entropy_rows_cut(logits: Tensor, labels: Tensor) -> Tensor:
+    """`F.cross_entropy(logits, labels, reduction="none")`: (tokens, vocab / tp) -> (tokens)."""
+    chances = _log_softmax_cut(logits)
+    node = record(_likelihood_cut_backward, (chances,), (chances, labels))
+    result = attach(node, empty(logits.meter, logits.shape[:1], chances.dtype))
+    weight = empty(logits.meter, (), chances.dtype)
+    if node is not None:
+        node.saved = [*node.saved, logits.meter.pack(weight)]
+    return result
+
+
 def _log_softmax_cut(x: Tensor) -> Tensor:
     node = record(_pass_on, (x,))
     column = (x.shape[0], 1)

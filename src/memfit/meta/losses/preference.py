@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memfit.meta.autograd import Gradients, Node, Rule, record
+from memfit.meta.distributed.tensor_parallel import cross_entropy_rows_cut
 from memfit.meta.elementwise import Incoming, attach, cast, like, negative, upstream
 from memfit.meta.losses.cross_entropy import (
     chunk_gradients,
@@ -25,10 +26,12 @@ def merge_context(labels: Tensor, context: Tensor | None) -> tuple[Tensor, Tenso
     return like(labels), answered
 
 
-def plain_log_probs(logits: Tensor, labels: Tensor, answered: Tensor | None) -> Tensor:
+def plain_log_probs(
+    logits: Tensor, labels: Tensor, answered: Tensor | None, *, cut: bool = False
+) -> Tensor:
     """(tokens, vocab), labels (rows, tokens of a row) -> (rows,), or (2, rows) where answers are
-    summed apart from the rest; logits are fp32."""
-    losses = cross_entropy_rows(logits, labels)
+    summed apart from the rest; logits are fp32. cut: ranks share the vocabulary."""
+    losses = (cross_entropy_rows_cut if cut else cross_entropy_rows)(logits, labels)
     if answered is not None:
         node = record(_split_backward, (losses,), (answered,))
         return attach(node, _split(losses.detached(), labels.shape))

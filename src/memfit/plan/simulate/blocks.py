@@ -433,14 +433,37 @@ class Simulation:
             self._with_attention(forward), self, self.outside, self.blocks, boundaries
         )
         self.mark("loss", "loss")
-        if self.setting.architecture.scores:
-            policy = row_scores(forward, self.outside, hidden, labels)
-        else:
-            policy = row_log_probs(forward, self.outside, hidden, labels, chunk, inputs.context)
+        policy = self._find_policy(forward, inputs, hidden)
         del hidden
         found = judge(policy, labels, RESULTS + bool(self.setting.learns))
         del reference
         return found
+
+    def _find_policy(self, forward: Forward, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """(rows,) of what is compared: scores, or log-probabilities."""
+        if self.setting.architecture.scores:
+            return row_scores(forward, self.outside, hidden, inputs.labels)
+        setting = self.setting
+        cut = setting.sharding is not None and setting.sharding.tp > 1
+        return row_log_probs(
+            forward, self.outside, hidden, inputs.labels, setting.chunk, inputs.context, cut=cut
+        )
+
+    def judge_pairs(self, forward: Forward, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """The loss of pairs whose reference, if any, comes with the batch."""
+        policy = self._find_policy(forward, inputs, hidden)
+        del hidden
+        loss, sums = judge(policy, inputs.labels, RESULTS + bool(self.setting.learns))
+        if not self.setting.evaluates:
+            self.rewards = self.rewards or sums
+        return loss
+
+    def end_stages(self) -> None:
+        """Ranks without the last stage have sums of no pair."""
+        setting = self.setting
+        if setting.prefers and not setting.evaluates and self.rewards is None:
+            figures = (RESULTS + bool(setting.learns),)
+            self.rewards = meta.empty(self.meter, figures, "float32")
 
     def _rate(
         self, forward: Forward, inputs: Inputs, rated: Rated, boundaries: list[int]

@@ -115,6 +115,12 @@ class Simulation(Protocol):
     ) -> Tensor:
         """A stage's blocks, and the final norm behind the last stage's."""
 
+    def judge_pairs(self, forward: Forward, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """The loss of pairs whose reference, if any, comes with the batch."""
+
+    def end_stages(self) -> None:
+        """What a step of stages still makes when the schedule is over."""
+
     def product_begins(self) -> None:
         """Note the backward's first product."""
 
@@ -190,7 +196,8 @@ class _Run:
         """A micro-batch through a stage."""
         simulation, stage = self.simulation, piece.stage
         meter, units = simulation.meter, simulation.units
-        forward, labels = simulation.make_forward(self.batches[piece.micro_batch])
+        inputs = self.batches[piece.micro_batch]
+        forward, labels = simulation.make_forward(inputs)
         simulation.marks = []
         simulation.mark("embedding", "embedding")
         boundaries: list[int] = []
@@ -207,7 +214,10 @@ class _Run:
             left = simulation.run_blocks(forward, boundaries, blocks, entered, self._is_last(stage))
             if self._is_last(stage):
                 simulation.mark("loss", "loss")
-                left = simulation.program.loss(forward, simulation.outside, left, labels)
+                if simulation.setting.prefers:
+                    left = simulation.judge_pairs(forward, inputs, left)
+                else:
+                    left = simulation.program.loss(forward, simulation.outside, left, labels)
         if units is not None:
             units.end(left)
         if self._is_last(stage):
@@ -257,6 +267,7 @@ class _Run:
         self.others.clear()
         self.flights.clear()
         self.sent = None
+        simulation.end_stages()
         simulation.mark("end", "")
         return simulation.marks
 

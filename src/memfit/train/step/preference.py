@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from memfit.objectives import PairLoss, find_objective
 from memfit.parallelism import run_as_forward
+from memfit.parallelism.whole import local_part
 from memfit.records.recipe import Preference, Recipe
 from memfit.train.step.loss import IGNORE, check_chunked, gradients_by_chunks
 
@@ -75,6 +76,7 @@ def row_log_probs(
         losses = nn.functional.cross_entropy(
             logits, labels.flatten(), ignore_index=IGNORE, reduction="none"
         )
+        losses = local_part(losses)  # of logits cut among ranks: the same on all
         if answered is not None:
             split = _Split.apply(losses.view(labels.shape), answered)  # type: ignore[no-untyped-call]
             return cast(Tensor, split)
@@ -251,6 +253,11 @@ def judge(
     )
     rewards.add(sums)
     return cast(Tensor, loss)
+
+
+def count_sums(recipe: Recipe) -> int:
+    """How many sums over pairs `Rewards` of a recipe has."""
+    return 4 if recipe.preference.cross_entropy else 3
 
 
 def count_pairs(labels: Tensor) -> Tensor:

@@ -24,7 +24,14 @@ from memfit.train.rl.token_log_probs import TokenLogProbs, token_log_probs
 from memfit.train.step.build import Built
 from memfit.train.step.in_backward import updating
 from memfit.train.step.loss import IGNORE, loss_mean
-from memfit.train.step.preference import Rewards, count_pairs, judge, row_log_probs, row_scores
+from memfit.train.step.preference import (
+    Rewards,
+    count_pairs,
+    count_sums,
+    judge,
+    row_log_probs,
+    row_scores,
+)
 from memfit.train.step.rated import count_answers, find_baseline, judge_rated
 from memfit.train.step.scaling import current_scale, unscale, update
 
@@ -100,7 +107,8 @@ def step(
     rewards = Rewards()
     if built.recipe.parallel.pp > 1:
         with sharing(built.recipe.parallel):
-            total, batches = _run_stages(built, list(batches), target_tokens, enter), ()
+            total = _run_stages(built, list(batches), target_tokens, enter, rewards)
+            batches = ()
     for index, batch in enumerate(batches):
         if index:
             enter(Phase.ACCUMULATE)
@@ -121,19 +129,39 @@ def step(
     return StepResult(total, norm, scale, rewards.sums)
 
 
-def _run_stages(built: Built, batches: Sequence[Batch], target_tokens: int, enter: Enter) -> Tensor:
-    """All micro-batches through all stages; this rank's share of the mean loss."""
+def _run_stages(
+    built: Built, batches: Sequence[Batch], target_tokens: int, enter: Enter, rewards: Rewards
+) -> Tensor:
+    """All micro-batches through all stages; this rank's share of the mean loss.
+
+    Of pairs, ranks without the last stage add rewards of 0, so that all ranks have as many sums.
+    """
     telling = PhaseTracker(batches, enter)
+
+    def finish(batch: Batch, hidden: Tensor) -> Tensor:
+        telling.enter(Phase.LOSS)
+        if not built.recipe.prefers:
+            return _loss(built, hidden, batch.labels, target_tokens, None)
+        return _judge_pairs(built, batch, hidden, target_tokens, rewards)
+
+    return _through_stages(built, batches, telling, finish, rewards)
+
+
+def _through_stages(
+    built: Built,
+    batches: Sequence[Batch],
+    telling: PhaseTracker,
+    finish: Callable[[Batch, Tensor], Tensor],
+    rewards: Rewards,
+) -> Tensor:
+    """The sum of what `finish` makes of each micro-batch's hidden states, 0-dim."""
 
     def run(stage: Stage, batch: Batch, received: tuple[Tensor, ...]) -> Tensor:
         telling.begin(batch)
 
         def work() -> Tensor:
             hidden = _hidden(built, batch, *received)
-            if not stage.last:
-                return hidden
-            telling.enter(Phase.LOSS)
-            return _loss(built, hidden, batch.labels, target_tokens, None)
+            return finish(batch, hidden) if stage.last else hidden
 
         with alone(built.model, stage):
             out = run_as_forward(parts(built.model).base, work)
@@ -141,7 +169,10 @@ def _run_stages(built: Built, batches: Sequence[Batch], target_tokens: int, ente
             telling.enter(Phase.BACKWARD)
         return out
 
-    return run_stages(built.model, built.recipe, batches, run, built.device)
+    total = run_stages(built.model, built.recipe, batches, run, built.device)
+    if built.recipe.prefers and rewards.sums is None:
+        rewards.add(torch.zeros(count_sums(built.recipe), device=built.device))
+    return total
 
 
 def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tuple[Tensor, Tensor]:
@@ -152,7 +183,7 @@ def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tupl
     try:
         with torch.no_grad(), autocast(built), sharing(built.recipe.parallel):
             if built.recipe.parallel.pp > 1:
-                loss = _run_stages(built, [batch], 1, nowhere)
+                loss = _run_stages(built, [batch], 1, nowhere, rewards or Rewards())
             else:
                 loss = _forward(built, batch, 1, None, nowhere, rewards or Rewards())
     finally:
@@ -172,12 +203,27 @@ def log_probs(built: Built, batch: Batch) -> Tensor:
     def work() -> Tensor:
         return _log_probs(built, _hidden(built, batch), batch)
 
-    with evaluating(built.model), torch.no_grad(), autocast(built):
+    shared = sharing(built.recipe.parallel)
+    with evaluating(built.model), torch.no_grad(), autocast(built), shared:
         if built.recipe.parallel.world == 1:
             return work()
-        found = run_as_forward(parts(built.model).base, work)
+        if built.recipe.parallel.pp > 1:
+            found = _log_probs_of_stages(built, batch)
+        else:
+            found = run_as_forward(parts(built.model).base, work)
         let_go(parts(built.model).base)  # no backward comes that would let go of the tail
         return found
+
+
+def _log_probs_of_stages(built: Built, batch: Batch) -> Tensor:
+    """Of the last stage's ranks; others have NaN."""
+    found = torch.full(batch.labels.shape[:1], torch.nan, device=built.device)
+
+    def finish(batch: Batch, hidden: Tensor) -> Tensor:
+        return found.copy_(_log_probs(built, hidden, batch)).sum()
+
+    _through_stages(built, [batch], PhaseTracker([batch], nowhere), finish, Rewards())
+    return found
 
 
 @contextmanager
@@ -269,16 +315,30 @@ def _prefer(built: Built, batch: Batch, pairs: int, enter: Enter, rewards: Rewar
         off = find_adapter(built.recipe).switched_off(built.model)
         with torch.no_grad(), off:
             reference = _log_probs(built, _hidden(built, batch), batch)
-    if reference is None and find_objective(built.recipe.objective).refers:
-        raise InvalidRequest(
-            "a batch of pairs comes without its reference's log-probabilities",
-            hint="the recipe says `preference.reference: precomputed`: compute them first",
-        )
+    _check_reference(built, reference)
     hidden = _hidden(built, batch)
     enter(Phase.LOSS)
     policy = _log_probs(built, hidden, batch)
     del hidden
     return judge(policy, reference, batch.labels, built.recipe, pairs, rewards, batch.beside)
+
+
+def _judge_pairs(
+    built: Built, batch: Batch, hidden: Tensor, pairs: int, rewards: Rewards
+) -> Tensor:
+    """The loss of pairs whose hidden states are there; the reference, if any, is the batch's."""
+    _check_reference(built, batch.reference)
+    policy = _log_probs(built, hidden, batch)
+    recipe = built.recipe
+    return judge(policy, batch.reference, batch.labels, recipe, pairs, rewards, batch.beside)
+
+
+def _check_reference(built: Built, reference: Tensor | None) -> None:
+    if reference is None and find_objective(built.recipe.objective).refers:
+        raise InvalidRequest(
+            "a batch of pairs comes without its reference's log-probabilities",
+            hint="the recipe says `preference.reference: precomputed`: compute them first",
+        )
 
 
 def _rate(built: Built, batch: Batch, answers: int, enter: Enter, rewards: Rewards) -> Tensor:
