@@ -206,13 +206,15 @@ def train(
     override: bool = False,
     continues: bool = False,
     elastic: Elastic | None = None,
+    alone: bool = False,
 ) -> Run:
     """Plan and certify where that has not been done, then run exactly the certified recipe.
 
     Of a request for many ranks this process starts them, or is one where a launcher has. The same
     call resumes from the newest complete checkpoint. override: also where the certificate says that
     it does not fit. continues: the folder's run goes on beyond its end, with more steps or another
-    schedule. elastic: what happens when a rank that this process started is lost. Raises
+    schedule. elastic: what happens when a rank that this process started is lost. alone: this
+    process does nothing else, so packages that no step calls need not be imported. Raises
     RunFailed (with what was saved intact), DoesNotFit, NotCertified, InvalidRequest.
     """
     from memfit.workflows import elastic as regaining
@@ -228,6 +230,8 @@ def train(
             policy=elastic or regaining.Elastic(), continues=continues,
         )  # fmt: skip
     prepared = prepare_apart(request, folder, say=say, override=override, continues=continues)
+    if alone:
+        launch_ranks.import_for_run(prepared.plan.recipe)
     from memfit.train.run import loop
 
     return loop.train(

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from memfit import certify as certification
-from memfit.certify import Order
+from memfit.certify import Order, lean_imports
 from memfit.certify.tracing import trace_step
+from memfit.core.system.beside import allow_forks
+from memfit.core.system.processes import child_environment
 from memfit.plan.request.problem import find_device
 from memfit.records import to_json
 from memfit.records.recipe import Lora
@@ -28,7 +30,8 @@ def order(tiny_recipe):
 def answer(order):
     """The certificate of a fresh process, and which of the packages it has imported."""
     code = (
-        "import sys, json; from memfit.certify import UNUSED, answer_order, import_step\n"
+        "import sys, json; from memfit.certify import answer_order, import_step\n"
+        "from memfit.certify.lean_imports import UNUSED\n"
         "line = sys.stdin.read()\n"
         "import_step([line])\n"
         "found = answer_order(line)\n"
@@ -36,7 +39,7 @@ def answer(order):
     )
     done = subprocess.run(
         [sys.executable, "-c", code], input=to_json(order, indent=-1), capture_output=True,
-        text=True, check=True, env=certification.child_environment(),
+        text=True, check=True, env=child_environment(),
     )  # fmt: skip
     made, imported = json.loads(done.stdout.splitlines()[-1])
     del made["seconds"]
@@ -62,7 +65,7 @@ def test_nothing_is_hidden_of_a_quantised_base(order, monkeypatch, coded, hidden
         seen.append(names)
         return nullcontext()
 
-    monkeypatch.setattr(certification, "hidden_packages", hide)
+    monkeypatch.setattr(lean_imports, "hidden_packages", hide)
     recipe = msgspec.structs.replace(order.recipe, base_format=coded)
     certification.import_step([to_json(msgspec.structs.replace(order, recipe=recipe), indent=-1)])
     assert len(seen) == hidden
@@ -73,6 +76,16 @@ def test_what_a_recipe_imports_is_built_once_and_shallow(order, monkeypatch):
     monkeypatch.setattr(trace_step, "_BUILT", set())
     monkeypatch.setattr(trace_step, "build_model", lambda recipe, device: built.append(recipe))
     monkeypatch.setattr(trace_step, "build_optimizer", lambda recipe, model: None)
-    trace_step._import_for(order.recipe)
-    trace_step._import_for(order.recipe)
+    trace_step.import_for(order.recipe)
+    trace_step.import_for(order.recipe)
     assert [recipe.model.config["num_hidden_layers"] for recipe in built] == [1]
+
+
+def test_what_a_fork_traces_is_what_this_process_traces(order):
+    found = []
+    for allowed in (nullcontext(), allow_forks()):
+        with allowed:
+            found.append(json.loads(certification.answer_order(to_json(order))))
+        del found[-1]["seconds"]
+    assert found[0] == found[1]
+    assert found[0]["generation"]["peak_allocated"] > 0

@@ -12,7 +12,7 @@ from looking import TINY
 from test_server import ask, query, refused
 
 from memfit import api
-from memfit.certify import child_environment
+from memfit.core.system.processes import child_environment
 from memfit.ui.asking import read_query
 
 KEYS = {

@@ -1,10 +1,9 @@
 """The process that plans and certifies a run imports less than the run, and certifies the same."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
+from msgspec.structs import replace
 
+from memfit.certify import import_memory
 from memfit.records import from_data
 from memfit.records.request import Request
 from memfit.workflows import prepare_child
@@ -19,40 +18,41 @@ def request_of():
     return make
 
 
-@pytest.fixture
-def lean(monkeypatch):
-    """How often everything was imported but for packages that no step calls."""
-    seen = []
-    monkeypatch.setattr(prepare_child, "import_lean", lambda *, adapters: seen.append(adapters))
-    return seen
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """Those of a process that has not imported torch."""
-    found = {name: module for name, module in sys.modules.items() if name != "torch"}
-    monkeypatch.setattr(prepare_child, "sys", SimpleNamespace(modules=found))
-    return found
-
-
 @pytest.mark.parametrize(
     ("method", "times"), [("full", 1), ("lora", 0), ("dora", 0), ("freeze", 0), ("auto", 0)]
 )
-def test_nothing_is_hidden_where_the_base_may_be_quantised(
-    request_of, lean, modules, monkeypatch, method, times
+def test_nothing_is_hidden_where_the_base_may_be_quantised(request_of, monkeypatch, method, times):
+    seen = []
+    monkeypatch.setattr(prepare_child, "import_lean", lambda modules, *, adapters: seen.append(1))
+    prepare_child._import_libraries(request_of(method))
+    assert len(seen) == times
+
+
+@pytest.mark.parametrize(
+    ("method", "stored", "lean"),
+    [
+        ("full", "auto", True), ("lora", "auto", False), ("lora", "bf16", True),
+        ("lora", "nf4", False), ("auto", "auto", False),
+    ],
+)  # fmt: skip
+def test_what_is_measured_first_is_what_the_run_will_import(
+    request_of, monkeypatch, method, stored, lean
 ):
-    monkeypatch.setattr(prepare_child, "_measure_imports", lambda request: 1000)
-    assert prepare_child._import_libraries(request_of(method)) == 1000
-    assert lean == [False] * times
+    started = []
+
+    def start(environment, *, adapters, lean):
+        started.append((environment, adapters, lean))
+        return lambda: 1000 + lean
+
+    monkeypatch.setattr(import_memory, "start_measuring", start)
+    request = replace(request_of(method), base_format=stored)
+    imports = prepare_child._measure_imports(request, {"OWN": "1"})
+    assert started == [({"OWN": "1"}, method != "full", lean)]
+    assert [imports(True), imports(False), imports(True)] == [1001, 1000, 1001]
+    assert len(started) == 2
 
 
-def test_what_measuring_has_imported_is_not_imported_again(request_of, lean, modules, monkeypatch):
-    """A known figure leaves the process without torch; one that is measured does not."""
-
-    def measure(_):
-        modules["torch"] = None
-        return 1000
-
-    monkeypatch.setattr(prepare_child, "_measure_imports", measure)
-    assert prepare_child._import_libraries(request_of("full")) == 1000
-    assert lean == []
+def test_a_gpu_has_no_imports_to_measure(request_of):
+    data = {"model": "llama-3.2-1b", "method": "full", "hardware": {"device": "h100-sxm"}}
+    request = from_data(data, Request, source="the test's request")
+    assert prepare_child._measure_imports(request, {})(True) is None

@@ -7,14 +7,10 @@ that happens there can harm the caller. `trace` is the same in this process.
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,11 +19,15 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from memfit.certify import cache
+from memfit.certify.lean_imports import CERTIFYING, import_lean
 from memfit.certify.versions import OLDEST_TORCH, release
 from memfit.core.callable_package import make_callable
 from memfit.core.errors import Error, InvalidRequest, NotCertified
-from memfit.core.libraries import hidden_packages, install_extra, scan_models_once, uncollected
-from memfit.core.system.processes import is_shortage, name_parent
+from memfit.core.libraries import install_extra
+from memfit.core.system import ahead
+from memfit.core.system.memory import find_free
+from memfit.core.system.processes import is_shortage
+from memfit.core.units import GIB
 from memfit.records import Record, from_data, to_data, to_json
 from memfit.records.hardware import Device
 from memfit.records.ledger import Phase
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from memfit.certify.tracing.recorder import Trace
 
 NEEDED = ("torch", "transformers", "peft")
-# what transformers and peft import where it is installed, and no step here calls through them
-UNUSED = ("bitsandbytes", "torchao", "scipy", "sklearn", "pandas")
-PEFT_ASKS = ("is_bnb_available", "is_bnb_4bit_available", "is_torchao_available")
+ROOM = 2 * GIB  # more than two processes of libraries hold, with a trace in one of them
 LAST_LINES = 15  # of a crashed child's output, shown to the user
 _HERE: ContextVar[bool] = ContextVar("certify in this process", default=False)
 _FRESH: ContextVar[bool] = ContextVar("certify without the cache", default=False)
@@ -131,14 +129,13 @@ def _run(orders: Sequence[Order]) -> list[Certificate | Error]:
     """Each order's answer, made now."""
     if _HERE.get():
         return [_read_answer(answer_order(to_json(order))) for order in orders]
-    child = subprocess.run(
-        [sys.executable, "-m", "memfit.certify"],
-        input="".join(to_json(order, indent=-1) + "\n" for order in orders),
-        capture_output=True,
-        text=True,
-        env=child_environment(),
-    )
-    return _read_answers(child, len(orders))
+    with ahead.take("memfit.certify") as child:
+        try:
+            found = child.communicate("".join(to_json(order, indent=-1) + "\n" for order in orders))
+        except BaseException:  # as it is interrupted
+            child.kill()
+            raise
+    return _read_answers(child.returncode, *found, len(orders))
 
 
 def _find_key(order: Order) -> str:
@@ -175,17 +172,6 @@ def in_this_process() -> AbstractContextManager[None]:
     return _switch_on(_HERE)
 
 
-def child_environment() -> dict[str, str]:
-    """Of a process that imports what this one would, and sees none of this machine's GPUs."""
-    return {
-        **os.environ,
-        **name_parent(),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HIP_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-
-
 def check_libraries() -> None:
     """Raise NotCertified when what the step runs on is missing or too old; nothing is imported."""
     missing = [name for name in NEEDED if find_spec(name) is None]
@@ -202,18 +188,16 @@ def check_libraries() -> None:
         )
 
 
-def _read_answers(
-    child: subprocess.CompletedProcess[str], orders: int
-) -> list[Certificate | Error]:
+def _read_answers(code: int, out: str, err: str, orders: int) -> list[Certificate | Error]:
     """One line an order; where the process ended too early, NotCertified with its last lines."""
-    found = [_read_answer(line) for line in child.stdout.splitlines()]
-    if child.returncode == 0 and len(found) == orders:
+    found = [_read_answer(line) for line in out.splitlines()]
+    if code == 0 and len(found) == orders:
         return found
-    last = "\n".join(child.stderr.splitlines()[-LAST_LINES:])
+    last = "\n".join(err.splitlines()[-LAST_LINES:])
     crash = NotCertified(
-        f"the certifying process ended with code {child.returncode}:\n{last}",
+        f"the certifying process ended with code {code}:\n{last}",
         hint="memory ran out: stop what else holds it, or raise this process's limit"
-        if child.returncode == -signal.SIGKILL or is_shortage(last)
+        if code == -signal.SIGKILL or is_shortage(last)
         else "please report this; `memfit predict` gives the closed form meanwhile",
     )
     return [*found, *[crash] * (orders - len(found))]
@@ -227,17 +211,26 @@ def _read_answer(line: str) -> Certificate | Error:
     return kind(answer["error"], hint=answer["hint"])
 
 
-def measure_imports(lines: Sequence[str]) -> int | None:
-    """Bytes that a run of these orders on this CPU holds before its first tensor; None: unknown.
+def start_measuring(
+    lines: Sequence[str], environment: Mapping[str, str]
+) -> Callable[[], int | None]:
+    """What a run of these orders on this CPU holds before its first tensor, found when called.
 
-    Called before anything else in a fresh process: what is not known yet is measured there.
+    None: unknown, or no order asks. What is not known yet is measured in a process beside this one,
+    or before this one imports anything where memory has no room for both.
+    environment: this process's own before any library was imported, some of which change it.
     """
     orders = [from_data(json.loads(text), Order, source="the order to certify") for text in lines]
     if not any(order.device.is_cpu and order.device.context is None for order in orders):
-        return None
+        return lambda: None
     from memfit.certify import import_memory
 
-    return import_memory.measure_imports(adapters=any(o.recipe.method in ADAPTED for o in orders))
+    adapters = any(order.recipe.method in ADAPTED for order in orders)
+    lean = not any(order.recipe.coding for order in orders)
+    wait = import_memory.start_measuring(environment, adapters=adapters, lean=lean)
+    if find_free() < ROOM:
+        wait()
+    return wait
 
 
 def import_step(lines: Sequence[str]) -> None:
@@ -247,46 +240,29 @@ def import_step(lines: Sequence[str]) -> None:
     """
     orders = [from_data(json.loads(text), Order, source="the order to certify") for text in lines]
     if not any(order.recipe.coding for order in orders):
-        import_lean(adapters=any(order.recipe.method in ADAPTED for order in orders))
+        import_lean(CERTIFYING, adapters=any(order.recipe.method in ADAPTED for order in orders))
 
 
-def import_lean(*, adapters: bool) -> None:
-    """Import what a step runs on, but for packages that no step calls; for a fresh process alone.
-
-    adapters: with what LoRA's step imports.
-    """
-    with uncollected(), hidden_packages(UNUSED):
-        scan_models_once()
-        import_module("memfit.certify.evidence.certificate")
-        if adapters:
-            found = import_module("peft.import_utils")
-            for question in PEFT_ASKS:  # and remembers the answers
-                getattr(found, question)()
-
-
-def answer_order(text: str, imports: int | None = None) -> str:
+def answer_order(text: str, imports: Callable[[], int | None] = lambda: None) -> str:
     """What the child prints for an order: a Certificate, or the error that explains why not.
 
-    imports: see `measure_imports`.
+    imports: see `start_measuring`.
     """
     from memfit.certify.evidence.certificate import certify_stages, make_certificate
 
     order = from_data(json.loads(text), Order, source="the order to certify")
     tape = Path(order.tape) if order.tape else None
-    device = order.device
-    if imports is not None and device.is_cpu and device.context is None:
-        device = device.with_context(imports)
     try:
         if order.stages:
             made = certify_stages(
-                order.recipe, device, order.usable,
-                data=order.data, held_out=order.held_out, full_trace=order.full_trace,
+                order.recipe, order.device, order.usable, data=order.data,
+                held_out=order.held_out, full_trace=order.full_trace, imports=imports,
             )  # fmt: skip
         else:
             made = make_certificate(
-                order.recipe, device, order.usable, order.batches,
+                order.recipe, order.device, order.usable, order.batches,
                 data=order.data, held_out=order.held_out, tape=tape, rank=order.rank,
-                full_trace=order.full_trace,
+                full_trace=order.full_trace, imports=imports,
             )  # fmt: skip
     except Error as error:
         code = type(error).exit_code

@@ -11,14 +11,23 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache as cache_result
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 
 from memfit.certify import cache
+from memfit.certify.lean_imports import import_lean
 from memfit.core.cache_folder import cache_folder
+from memfit.core.errors import NotCertified
+from memfit.core.system.processes import end_with_parent, name_parent
 
 FORMAT = "1"
+ADAPTERS = "--adapters"  # an argument: with what LoRA's run imports
+LEAN = "--lean"  # an argument: without packages that no step calls
 INSTALLED = (".dist-info", ".egg-info", ".pth", ".egg-link", ".egg")  # what pip leaves of packages
 STEERING = (
     "MALLOC_", "GLIBC_TUNABLES", "LD_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TORCH",
@@ -26,25 +35,82 @@ STEERING = (
 )  # fmt: skip
 
 
-def measure_imports(*, adapters: bool) -> int | None:
-    """Anonymous bytes of a process that has imported what a run imports; None: unknown.
-
-    Taken from the cache, else measured in this process, which has done nothing else yet.
-    adapters: with what LoRA's run imports.
-    """
-    file = _file(adapters) if not cache.switched_off() else None  # before anything is imported:
-    if file is not None and (known := _find(file)) is not None:  # libraries change `os.environ`
-        return known
+def import_for_run(*, adapters: bool, lean: bool) -> None:
+    """Import what a run has imported when its first tensor is made; see `start_measuring`."""
     from memfit.train.measure import resident
 
-    found = resident.measure_imports(adapters=adapters)
-    if found is not None and file is not None:
-        _keep(file, found)
-    return found
+    if lean:
+        import_lean(resident.TRAINING, adapters=adapters)
+    else:
+        for name in resident.TRAINING:
+            import_module(name)
+    if adapters:
+        import_module(resident.ADAPTERS)
 
 
-def _file(adapters: bool) -> Path:
-    return cache_folder() / "imports" / make_key(adapters=adapters)
+def start_measuring(
+    environment: Mapping[str, str], *, adapters: bool, lean: bool
+) -> Callable[[], int | None]:
+    """Anonymous bytes of a process that has imported what a run imports, found when called.
+
+    None: unknown. Taken from the cache, else measured in a process beside this one.
+    environment: of that process. adapters: with what LoRA's run imports. lean: without packages
+    that no step calls, as a run does whose base is not quantised.
+    What is returned raises NotCertified where that process fails.
+    """
+    words = (*([ADAPTERS] if adapters else []), *([LEAN] if lean else []))
+    file = None if cache.switched_off() else _file(words, environment)
+    if file is not None and (known := _find(file)) is not None:
+        return lambda: known
+    measured = _start(words, environment)
+
+    @cache_result
+    def wait() -> int | None:
+        found = measured()
+        if found is not None and file is not None:
+            _keep(file, found)
+        return found
+
+    return wait
+
+
+def _start(words: Sequence[str], environment: Mapping[str, str]) -> Callable[[], int | None]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "memfit.certify.import_memory", *words],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+        env={**environment, **name_parent()},
+    )  # fmt: skip
+
+    def wait() -> int | None:
+        printed, _ = child.communicate()
+        if child.returncode:
+            raise NotCertified(
+                "the process that measures what a run's imports take ended with code"
+                f" {child.returncode}",
+                hint="its own words stand above; `memfit doctor` says what is installed",
+            )
+        return int(printed) if printed.isdigit() else None
+
+    return wait
+
+
+def main(words: Sequence[str]) -> None:
+    """Print the bytes; nothing where they are unknown. What libraries print goes to stderr."""
+    answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    end_with_parent()
+    from memfit.train.measure import resident
+
+    resident.give_back_freed()
+    import_for_run(adapters=ADAPTERS in words, lean=LEAN in words)
+    found = resident.read_anonymous()
+    answer_to.write("" if found is None else str(found))
+    answer_to.flush()
+    os._exit(0)
+
+
+def _file(words: Sequence[str], environment: Mapping[str, str]) -> Path:
+    return cache_folder() / "imports" / make_key(words, environment)
 
 
 def _find(file: Path) -> int | None:
@@ -59,12 +125,12 @@ def _keep(file: Path, nbytes: int) -> None:
         return
 
 
-def make_key(*, adapters: bool) -> str:
-    """The digest of all that the figure depends on."""
-    steering = {k: v for k, v in os.environ.items() if k.startswith(STEERING)}
+def make_key(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
+    """The digest of all that the figure depends on, these arguments of `main` among them."""
+    steering = {k: v for k, v in environment.items() if k.startswith(STEERING)}
     paths = [path for path in sys.path if path and os.path.isdir(path)]
     facts = [
-        FORMAT, repr(adapters), sys.version, sys.executable, repr(sorted(sys.flags)),
+        FORMAT, repr(words), sys.version, sys.executable, repr(sorted(sys.flags)),
         platform.node(), platform.machine(), platform.release(), repr(os.cpu_count()),
         repr(sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None),
         repr(sorted(steering.items())), repr([_describe_installed(path) for path in paths]),
@@ -78,3 +144,7 @@ def _describe_installed(path: str) -> tuple[str, list[tuple[str, int]]]:
     with os.scandir(path) as entries:
         found = [(e.name, e.stat().st_mtime_ns) for e in entries if e.name.endswith(INSTALLED)]
     return path, sorted(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

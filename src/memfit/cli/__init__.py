@@ -8,6 +8,7 @@ from typing import NoReturn
 from memfit.core.system.streams import open_closed_streams
 
 CACHED = ("plan",)  # verbs whose answers are cached, see `typed_before`
+CERTIFYING = ("certify",)  # verbs that start a process of libraries, see `start_early`
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -21,9 +22,18 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = run_typed(words)
         if code is not None:
             sys.exit(code)
+    starts = arguments is None and words[:1] and words[0] in CERTIFYING
+    if starts:
+        from memfit.cli.start_early import start_unless_answered
+
+        start_unless_answered(words)
     from memfit.cli.app import run_words
 
     code = run_words(words)
+    if starts:
+        from memfit.cli.start_early import note_answered
+
+        note_answered(words, code)
     if keeps:
         from memfit.cli.typed_before import keep_typed
 

@@ -77,7 +77,7 @@ def train_command(
     progress = None if quiet else api.open_progress(sys.stderr)
     run = api.train(
         request, home, progress=progress, say=say, override=anyway, continues=continues,
-        elastic=elastic,
+        elastic=elastic, alone=True,
     )  # fmt: skip
     if not api.is_first_rank():
         return

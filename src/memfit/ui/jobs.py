@@ -19,8 +19,9 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from memfit.certify import LAST_LINES, child_environment
+from memfit.certify import LAST_LINES
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.processes import child_environment
 from memfit.ui.job import Wanted
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]

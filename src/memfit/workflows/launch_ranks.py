@@ -22,6 +22,7 @@ from memfit.core.system.streams import guarded_output
 from memfit.files.run_folder import read_plan
 from memfit.plan.request import problem as problems
 from memfit.records import read_json
+from memfit.records.recipe import ADAPTED, Recipe
 from memfit.records.request import Request
 from memfit.records.results import Certificate, Run
 from memfit.workflows.elastic import MORE, Elastic, keep_going
@@ -127,9 +128,10 @@ def _run(
     override: bool,
 ) -> Run:
     """Train what the run folder holds, as one of the ranks."""
+    plan, proof = read_plan(folder / "plan.json"), folder / "certificate.json"
+    import_for_run(plan.recipe)
     from memfit.train.run import loop
 
-    plan, proof = read_plan(folder / "plan.json"), folder / "certificate.json"
     return loop.train(
         plan.recipe,
         read_json(folder / "request.json", Request),
@@ -140,6 +142,17 @@ def _run(
         override=override,
         ranks=ranks,
     )
+
+
+def import_for_run(recipe: Recipe) -> None:
+    """Import what a run of the recipe needs, as `memfit.certify.import_memory` measures it.
+
+    For a process that does nothing else; one that has imported such libraries is left as it is.
+    """
+    if "transformers" not in sys.modules:
+        from memfit.certify.import_memory import import_for_run as run_imports
+
+        run_imports(adapters=recipe.method in ADAPTED, lean=not recipe.coding)
 
 
 def main(arguments: list[str]) -> int:

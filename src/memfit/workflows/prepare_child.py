@@ -16,19 +16,30 @@ import signal
 import subprocess
 import sys
 import tempfile
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from memfit.certify import LAST_LINES, child_environment, import_lean, in_this_process
+from memfit.certify import LAST_LINES, in_this_process
+from memfit.certify.lean_imports import CERTIFYING, import_lean
 from memfit.core.errors import Error, InvalidRequest, NotCertified, RunFailed
-from memfit.core.system.processes import end_with_parent, is_shortage
+from memfit.core.system.processes import child_environment, end_with_parent, is_shortage
 from memfit.records import Record, from_data, to_json
 from memfit.records.recipe import ADAPTED
 from memfit.records.request import Request
-from memfit.workflows.prepare_run import Prepared, Say, prepare, prepare_moved, read_prepared
+from memfit.workflows.prepare_run import (
+    Imports,
+    Prepared,
+    Say,
+    may_quantise,
+    prepare,
+    prepare_moved,
+    read_prepared,
+    unmeasured,
+)
 
 KINDS = {
     kind.__name__: kind for kind in (*Error.__subclasses__(), *InvalidRequest.__subclasses__())
@@ -105,6 +116,7 @@ def _converse(child: subprocess.Popen[str], order: Order, say: Say) -> dict[str,
 def main(folder: Path) -> None:
     """Answer the order on stdin. What libraries print goes to stderr."""
     end_with_parent()
+    environment = dict(os.environ)
     answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -114,7 +126,8 @@ def main(folder: Path) -> None:
 
     order = from_data(msgspec.json.decode(sys.stdin.read()), Order, source="the order to prepare")
     try:
-        imports = _import_libraries(order.request)
+        imports = _measure_imports(order.request, environment)
+        _import_libraries(order.request)
         with in_this_process():
             made: Any = prepare_moved
             if not order.moved:
@@ -130,27 +143,32 @@ def main(folder: Path) -> None:
     os._exit(0)  # no destructors: fake CUDA tensors have no driver to return to
 
 
-def _measure_imports(request: Request) -> int | None:
-    """What a run of this request on a CPU holds before its first tensor; None: unknown."""
+def _measure_imports(request: Request, environment: Mapping[str, str]) -> Imports:
+    """Find what a run of this request on a CPU holds before its first tensor.
+
+    environment: this process's own before any library was imported.
+    """
     from memfit.plan.request import problem as problems
 
     if not problems.find_device(request.hardware.device).is_cpu:
-        return None
-    from memfit.certify.import_memory import measure_imports
+        return unmeasured
+    from memfit.certify import import_memory
 
-    return measure_imports(adapters=request.method in (*ADAPTED, "auto"))
+    adapters = request.method in (*ADAPTED, "auto")
+
+    @cache
+    def start(lean: bool) -> Callable[[], int | None]:
+        return import_memory.start_measuring(environment, adapters=adapters, lean=lean)
+
+    start(not may_quantise(request))()  # before this process imports: a limit counts them both
+    return lambda lean: start(lean)()
 
 
-def _import_libraries(request: Request) -> int | None:
-    """Import what planning and certifying need; return what a run's imports take, None: unknown.
-
-    What libraries would take along is left out, where no plan of the request quantises its base.
-    """
-    imports = _measure_imports(request)
-    # torch is there, and all else, where imports were just measured
-    if "torch" not in sys.modules and request.method in UNQUANTISED:
-        import_lean(adapters=False)
-    return imports
+def _import_libraries(request: Request) -> None:
+    """Import what planning and certifying need, without what libraries would take along where no
+    plan of the request quantises its base."""
+    if request.method in UNQUANTISED:
+        import_lean(CERTIFYING, adapters=False)
 
 
 if __name__ == "__main__":

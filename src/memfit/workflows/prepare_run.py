@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from memfit.base_formats import is_quantised
 from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified
 from memfit.files.run_folder import check_folder, read_plan, state
 from memfit.plan.memory.verdict import describe_shortfall, needs
@@ -28,6 +29,8 @@ REPLANS = 3  # a plan that its certificate refutes is made again with the differ
 ANYWAY = "`--anyway` trains all the same, this once"
 STALE = "certificate.stale.json"
 Say = Callable[[str], None]
+# what a run's imports take in bytes, None where unknown; True: of packages that its step calls
+Imports = Callable[[bool], int | None]
 
 
 class Prepared(Record, frozen=True, kw_only=True):
@@ -38,6 +41,18 @@ class Prepared(Record, frozen=True, kw_only=True):
     certificate: Certificate | None  # None: it could not be made, and the user trains all the same
 
 
+def unmeasured(lean: bool) -> None:
+    """`Imports` of a process that measures none: they are measured where the step is certified."""
+    del lean
+
+
+def may_quantise(request: Request) -> bool:
+    """Whether a plan of the request may hold its base in a quantised format."""
+    if request.method == "full":  # trains the base
+        return False
+    return request.base_format == "auto" or is_quantised(request.base_format)
+
+
 def prepare(
     request: Request,
     folder: Path,
@@ -45,12 +60,12 @@ def prepare(
     say: Say = lambda _: None,
     override: bool = False,
     continues: bool = False,
-    imports: int | None = None,
+    imports: Imports = unmeasured,
 ) -> Prepared:
     """Plan and certify, or take both from the folder when they hold for this request.
 
     continues: the folder's run may have had other steps and another schedule.
-    imports: measured bytes that a run on this CPU holds before its first tensor, where known.
+    imports: what a run on this CPU holds before its first tensor, where that was measured.
 
     A plan of the folder is certified anew where its certificate is stale: of another recipe, of
     other library versions, or of other data.
@@ -76,7 +91,7 @@ def prepare_moved(
     *,
     say: Say = lambda _: None,
     override: bool = False,
-    imports: int | None = None,
+    imports: Imports = unmeasured,
 ) -> Prepared:
     """Plan and certify a run on other ranks; request.json stays the user's."""
     made = _prepare_anew(request, say, override=override, imports=imports)
@@ -141,7 +156,7 @@ def _plan_of(folder: Path, request: Request) -> Plan | None:
 
 
 def _reuse(
-    request: Request, made: Plan, folder: Path, say: Say, *, override: bool, imports: int | None
+    request: Request, made: Plan, folder: Path, say: Say, *, override: bool, imports: Imports
 ) -> Prepared | None:
     """Return the folder's plan under its certificate, or under a new one; None where it has not
     begun and a new certificate refutes it."""
@@ -180,13 +195,13 @@ def _read_certificate(file: Path, say: Say) -> Certificate | None:
 
 
 def _certify(
-    request: Request, made: Plan, say: Say, *, override: bool, imports: int | None
+    request: Request, made: Plan, say: Say, *, override: bool, imports: Imports
 ) -> Certificate | None:
     """The plan's certificate. Where none can be made: NotCertified, or None when overridden."""
     try:
         return certify(
-            made.recipe, usable=made.memory.usable, request=request, imports=imports, say=say,
-            stages=True,
+            made.recipe, usable=made.memory.usable, request=request,
+            imports=imports(not made.recipe.coding), say=say, stages=True,
         )  # fmt: skip
     except NotCertified as error:
         if not override:
@@ -210,10 +225,10 @@ def _judged(prepared: Prepared, override: bool) -> Prepared:
     return prepared
 
 
-def _prepare_anew(request: Request, say: Say, *, override: bool, imports: int | None) -> Prepared:
+def _prepare_anew(request: Request, say: Say, *, override: bool, imports: Imports) -> Prepared:
     from memfit.train.model.weights import check_weights
 
-    device = find_machine(request, imports)
+    device = find_machine(request, imports(not may_quantise(request)))
     limit: int | None = None
     for _ in range(REPLANS):
         made = _plan_within(request, device, limit)

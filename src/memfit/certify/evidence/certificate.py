@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 from msgspec.structs import replace
 
@@ -19,11 +21,17 @@ from memfit.certify.evidence.recording import Recording, write_recording
 from memfit.certify.iterations import trace_iterations
 from memfit.certify.repeating.shortest import trace_shortest
 from memfit.certify.tracing.recorder import Recorder, Trace
-from memfit.certify.tracing.trace_step import TRACED_MICRO_BATCHES, trace_generation, trace_step
+from memfit.certify.tracing.trace_step import (
+    TRACED_MICRO_BATCHES,
+    import_for,
+    trace_generation,
+    trace_step,
+)
 from memfit.certify.versions import NEWEST_TORCH, release
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import installed_versions
+from memfit.core.system.beside import start_beside
 from memfit.families import read_model
 from memfit.parallelism.pipeline import shown_micro_batches
 from memfit.plan.memory.predicted_memory import find_fullest, predict_stages
@@ -55,26 +63,33 @@ def make_certificate(
     tape: Path | None = None,
     rank: int | None = None,
     full_trace: bool = False,
+    imports: Callable[[], int | None] = lambda: None,
 ) -> Certificate:
-    """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
+    """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`.
+
+    imports: what a run on this CPU holds before its first tensor; called after the trace.
+    """
     started = time.perf_counter()
     base = find_base_format(recipe.base_format)
     rank, which = _choose_rank(recipe, device, rank)
     check_allocator(recipe.allocator, device)
     memory_driver = device.memory_driver or Settings().device_memory
     settings = read_settings(recipe.allocator, device_memory=memory_driver)
+    later = None
+    if recipe.parallel.world == 1 and not recipe.scores:  # a score head says nothing
+        import_for(recipe)  # once, and not in the fork again
+        later = start_beside(partial(_trace_later, recipe, device, full_trace))
     trace = _trace_data(recipe, device, batches, data, held_out, rank, full=full_trace)
     if tape is not None:
         write_recording(_record(trace, None if device.is_cpu else settings), tape)
+    imported = imports() if device.is_cpu and device.context is None else None
+    if imported is not None:
+        device = device.with_context(imported)
     memory, phases, bounds = _judge_trace(trace, device, settings, usable, recipe.parallel)
     memory = doubt_other_lengths(recipe, device, memory, "traced")
     generation, phases_later = None, dict[Phase, int]()
-    if recipe.parallel.world == 1 and not recipe.scores:  # a score head says nothing
-        later = trace_shortest(
-            lambda recorder: trace_generation(recipe, device, recorder=recorder),
-            recipe, device, full=full_trace,
-        )  # fmt: skip
-        generation, phases_later, _ = _judge_trace(later, device, settings, usable, Parallel())
+    if later is not None:
+        generation, phases_later, _ = _judge_trace(later(), device, settings, usable, Parallel())
     return Certificate(
         recipe_digest=recipe.digest,
         recipe=recipe,
@@ -101,17 +116,19 @@ def certify_stages(
     data: RowBounds | None = None,
     held_out: RowBounds | None = None,
     full_trace: bool = False,
+    imports: Callable[[], int | None] = lambda: None,
 ) -> Certificate:
     """The certificate of a pipeline's fullest stage, with the phases of all others beside it.
 
     Each stage that may be the fullest is traced; which it is, is then read off the traces.
+    imports: see `make_certificate`.
     """
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     parallel = recipe.parallel
     made = {
         rank: make_certificate(
             recipe, device, usable, None,
-            data=data, held_out=held_out, rank=rank, full_trace=full_trace,
+            data=data, held_out=held_out, rank=rank, full_trace=full_trace, imports=imports,
         )
         for rank, _ in predict_stages(model, recipe, device)
     }  # fmt: skip
@@ -124,6 +141,19 @@ def certify_stages(
     bounds = (which, *made[fullest].bounds[1:])  # the first says that this rank was asked for
     seconds = round(sum(one.seconds for one in made.values()), 3)
     return replace(made[fullest], stages=places, bounds=bounds, seconds=seconds)
+
+
+def _trace_later(recipe: Recipe, device: Device, full: bool) -> Trace:
+    """`memfit generate` after the run, without what describes its tensors: it may be pickled."""
+    found = trace_shortest(
+        lambda recorder: trace_generation(recipe, device, recorder=recorder),
+        recipe, device, full=full,
+    )  # fmt: skip
+    return dataclasses.replace(found, tensor=_undescribed, alive=_undescribed)
+
+
+def _undescribed(what: object) -> NoReturn:
+    raise LookupError(f"{what!r}: this trace is without descriptions of its tensors")
 
 
 def _choose_rank(recipe: Recipe, device: Device, rank: int | None) -> tuple[int, tuple[str, ...]]:

@@ -10,9 +10,9 @@ import subprocess
 import sys
 
 from memfit import catalog
-from memfit.certify import LAST_LINES, child_environment
+from memfit.certify import LAST_LINES
 from memfit.core.errors import NotCertified
-from memfit.core.system.processes import end_with_parent
+from memfit.core.system.processes import child_environment, end_with_parent
 
 
 def prove(device: str) -> str:

@@ -121,9 +121,7 @@ def traced(
     First once on meta: what building imports must not be imported under FakeTensorMode, where a
     module's constants would be fake for ever, and would be counted.
     """
-    moves = recipe.offload in ("optimizer", "parameters")  # needs a GPU's streams, or ranks
-    resting = "none" if moves else recipe.offload
-    _import_for(replace(recipe, parallel=Parallel(), offload=resting))
+    import_for(recipe)
     heads = heads_of(read_model(recipe.model).architecture, recipe.sequence_length)
     check_attention(recipe, heads, device.platform, device.capability)
     with ExitStack() as stack:
@@ -147,9 +145,12 @@ def traced(
             ) from error
 
 
-def _import_for(recipe: Recipe) -> None:
+def import_for(recipe: Recipe) -> None:
     """Build the recipe once, so that all is imported that building imports: in a process once, and
     of alike blocks one of each kind."""
+    moves = recipe.offload in ("optimizer", "parameters")  # needs a GPU's streams, or ranks
+    resting = "none" if moves else recipe.offload
+    recipe = replace(recipe, parallel=Parallel(), offload=resting)
     if recipe.digest in _BUILT:
         return
     try:

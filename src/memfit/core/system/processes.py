@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 
@@ -26,6 +27,17 @@ def name_parent() -> dict[str, str]:
     return {PARENT: str(os.getpid())}
 
 
+def child_environment() -> dict[str, str]:
+    """Of a process that imports what this one would, and sees none of this machine's GPUs."""
+    return {
+        **os.environ,
+        **name_parent(),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+
+
 def end_with_parent(*, code: int = 1) -> None:
     """End this process at once, with `code`, when the process that started it is gone.
 
@@ -35,8 +47,15 @@ def end_with_parent(*, code: int = 1) -> None:
     if not _watching.acquire(blocking=False):
         return
     stated = os.environ.pop(PARENT, "")  # not for the children of this one
-    parent = int(stated) if stated.isdecimal() else os.getppid()
+    _watch(int(stated) if stated.isdecimal() else os.getppid(), code)
 
+
+def end_fork_with(parent: int, *, code: int = 1) -> None:
+    """`end_with_parent` for a fork, in which no thread of its parent's goes on."""
+    _watch(parent, code)
+
+
+def _watch(parent: int, code: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(INTERVAL)

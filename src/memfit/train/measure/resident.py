@@ -7,7 +7,6 @@ imported libraries, of tensors, and whatever the C library's allocator does not 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import threading
 from types import TracebackType
 
@@ -20,7 +19,7 @@ THRESHOLDS = {"M_TRIM_THRESHOLD": (-1, 128 * KIB), "M_MMAP_THRESHOLD": (-3, 128 
 INTERVAL = 0.02  # seconds between two looks at the process
 # what a run has imported when its first tensor is made
 TRAINING = ("memfit.train.run.loop", "memfit.train.data.tokenizer")
-ADAPTERS = ("peft",)
+ADAPTERS = "peft"  # and, with adapters, this
 
 
 def give_back_freed() -> bool:
@@ -35,18 +34,6 @@ def give_back_freed() -> bool:
     except (AttributeError, OSError):  # not glibc
         return False
     return all([mallopt(number, value) for number, value in THRESHOLDS.values()])
-
-
-def measure_imports(*, adapters: bool) -> int | None:
-    """Anonymous bytes of this process once it has imported what a run imports; None: unknown.
-
-    Of use in a fresh process alone, before it does anything else. adapters: with what LoRA's run
-    imports.
-    """
-    give_back_freed()
-    for name in (*TRAINING, *(ADAPTERS if adapters else ())):
-        importlib.import_module(name)
-    return read_anonymous()
 
 
 class Resident:
