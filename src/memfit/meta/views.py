@@ -110,11 +110,6 @@ def _expand_backward(shape: Shape) -> Rule:
     return rule
 
 
-def select_rows(x: Tensor, length: int) -> Tensor:
-    """`x[start : start + length]`: even the whole of x is a slice with a gradient of its own."""
-    return narrow(x, 0, 0, length)
-
-
 def narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
     """`x.narrow(dim, start, length)`; its gradient is a full tensor of zeros around it."""
     node = record(_narrow_backward(x.shape), (x,))

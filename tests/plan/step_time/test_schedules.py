@@ -3,9 +3,9 @@
 import random
 
 import pytest
+from pipeline_paths import even_seconds, path_seconds
 
 from memfit.core.errors import InvalidRequest
-from memfit.plan.step_time.pipeline.exact import even_seconds, path_seconds
 from memfit.plan.step_time.pipeline.orders import Schedule
 from memfit.plan.step_time.pipeline.schedules import StageTimes, pipeline_seconds, simulate
 
