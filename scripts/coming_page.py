@@ -72,6 +72,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
     "On what, and for how long": (
         Row("dpo", axolotl="rl", llamafactory="stage"),
         Row("train.jsonl", "dataset_name", "datasets", "dataset"),
+        Row("0.7,0.3", "dataset_mixture", llamafactory="interleave_probs"),
         Row("held_out.jsonl", llamafactory="eval_dataset"),
         Row(0.05, axolotl="val_set_size", llamafactory="val_size"),
         Row(4096, "max_length", "sequence_len", "cutoff_len"),

@@ -175,6 +175,7 @@ _RECOMPUTE = _switch({"recompute": "full"}, {"recompute": "none"})
 _LENGTH, _ROWS = _key("task.sequence_length"), _key("micro_batch")
 _UNSEEN = _nothing("leave it out: neither memory nor time of a step depends on it here")
 _FOLDER = _nothing("the folder is an option: `--folder runs/first`")
+_MIXTURE = _nothing("shares stand beside the data: `task.data: data/code=0.7, data/chat.jsonl=0.3`")
 _RESUME = _nothing(
     "the same command resumes by itself; `memfit train … --continue` goes on beyond the end, with"
     " more `task.steps` or another schedule"
@@ -356,6 +357,7 @@ WORDS: dict[str, Word] = {
         _UNSEEN,
     ),
     "output_dir": _FOLDER, "folder": _FOLDER,
+    **dict.fromkeys(("interleave_probs", "mix_strategy", "dataset_mixture"), _MIXTURE),
     "resume_from_checkpoint": _RESUME, "auto_resume_from_checkpoints": _RESUME,
 }  # fmt: skip
 

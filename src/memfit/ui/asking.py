@@ -13,6 +13,7 @@ from memfit import api
 from memfit.cli.options import read_value
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import shorten
+from memfit.records.habits.mixture import list_paths
 from memfit.records.request import Request
 
 Pairs = tuple[tuple[str, str], ...]
@@ -36,8 +37,8 @@ def read_changes(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     for key in ("task.data", "task.evaluation"):
         named = keys.get(key)
         for name in named if isinstance(named, list) else [named]:
-            if isinstance(name, str):
-                _check_below(name)
+            for path in list_paths(name) if isinstance(name, str) else ():
+                _check_below(path)
     task = keys.get("task")
     if isinstance(task, dict) and {"data", "evaluation"} & task.keys():
         raise InvalidRequest(

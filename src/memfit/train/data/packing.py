@@ -60,6 +60,16 @@ class Rows(ABC):
     def per_epoch(self) -> float:
         """Rows of one epoch; a fraction when an epoch ends inside a row."""
 
+    @property
+    def rows_once(self) -> int:
+        """Rows that show everything once; the last one may end early."""
+        return int(-(-self.per_epoch // 1))
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether a row of these is shorter than the others."""
+        return bool(self.per_epoch % 1)
+
     @abstractmethod
     def row(self, index: int, *, once: bool = False) -> tuple[Piece, ...]:
         """The pieces of one row, left to right; with `once`, of the first epoch only."""

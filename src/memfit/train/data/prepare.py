@@ -8,8 +8,9 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +22,13 @@ from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.families import read_model
 from memfit.families.capabilities.limits import choose_packing
 from memfit.objectives import find_objective
+from memfit.records.habits.mixture import Part, read_mixture
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request, Task, find_weights
 from memfit.records.shapes import RowBounds
-from memfit.train.data.readers import Sources, find_sources
+from memfit.train.data.mixture import join
+from memfit.train.data.readers import Sources, find_sources, join_sources
 from memfit.train.data.sampler import Sampler, build_rows, build_sampler
 from memfit.train.data.shards.split import read_texts
 from memfit.train.data.tokenizer import (
@@ -36,7 +39,7 @@ from memfit.train.data.tokenizer import (
     read_tokenizer,
     train_tokenizer,
 )
-from memfit.train.data.tokens import Corpus, Say, divide, read_corpus
+from memfit.train.data.tokens import Corpus, Say, Share, divide, read_corpus
 from memfit.train.rl.judging import check_rewards
 from memfit.train.rl.prompts import (
     PromptRows,
@@ -73,20 +76,45 @@ def read_data(
     task = request.task
     if not task.data:
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
-    sources = find_sources(task.data, cache)
+    mixture = read_mixture(task.data)
+    found = [find_sources(part.path, cache) for part in mixture]
+    if not mixture:
+        found = [find_sources(task.data, cache)]
+    sources = join_sources(found)
     tokenizer = find_tokenizer(request, reference, sources, cache)
     tokenizer.check_vocabulary(read_model(reference).architecture.vocab, reference.name)
     if find_objective(task.objective).samples:
+        if mixture:
+            raise InvalidRequest(
+                f"`task.data: {task.data}` has several data sets, and `objective:"
+                f" {task.objective}` reads prompts from one",
+                hint="join them in one file or folder",
+            )
         return Data(tokenizer, read_prompts(sources, tokenizer), None)
-    training = read_corpus(sources, tokenizer, task.objective, cache, memory=memory, say=say)
-    held_out = None
+    read = partial(
+        read_corpus, tokenizer=tokenizer, objective=task.objective, cache=cache, memory=memory,
+        say=say,
+    )  # fmt: skip
+    parts, held_out = [read(one) for one in found], None
     if task.evaluation_share:
         together = 2 if find_objective(task.objective).pairs else 1
-        training, held_out = divide(training, task.evaluation_share, request.seed, together)
+        divided = [divide(part, task.evaluation_share, request.seed, together) for part in parts]
+        parts = [training for training, _ in divided]
+        held_out = _join(mixture, [held for _, held in divided])
+    training = _join(mixture, parts)
     if task.evaluation:
         evaluation = find_sources(task.evaluation, cache)
-        held_out = read_corpus(evaluation, tokenizer, task.objective, cache, memory=memory, say=say)
+        held_out = read(evaluation)
     return Data(tokenizer, training, held_out)
+
+
+def _join(mixture: Sequence[Part], parts: Sequence[Corpus]) -> Corpus:
+    """One data set as it is, or several with their shares."""
+    if not mixture:
+        return parts[0]
+    return join(
+        [Share(p.path, p.share, corpus) for p, corpus in zip(mixture, parts, strict=True)]
+    )  # fmt: skip
 
 
 def find_tokenizer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -72,6 +73,12 @@ def find_sources(data: str, cache: Path | None = None) -> Sources:
               (documents, "JSON documents, of which each is one object and no list of examples,"))
              if n]  # fmt: skip
     return Sources(tuple(files), tuple(notes))
+
+
+def join_sources(found: Sequence[Sources]) -> Sources:
+    """The files of several data sets, each file once, in their order."""
+    files = {source.sha256: source for sources in found for source in sources.files}
+    return Sources(tuple(files.values()), tuple(n for sources in found for n in sources.notes))
 
 
 def _list(path: Path, data: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from memfit.parallelism.context import own_parts, row_multiple
 from memfit.records.recipe import Recipe
 from memfit.records.shapes import RowBounds
 from memfit.train.data.mismatched import MismatchedRows
+from memfit.train.data.mixture import mix
 from memfit.train.data.packed_rows import read_packed_rows
 from memfit.train.data.packing import (
     Array,
@@ -164,7 +166,7 @@ class Sampler:
         costs = self._rows.costs(0, count, once=True)
         padding = np.array([[0, 1, self._width if self._rows.packed else 0]])
         found = self._largest(np.concatenate([costs, np.repeat(padding, filled - count, axis=0)]))
-        if self._rows.per_epoch % 1:
+        if self._rows.ends_early:
             found[2] = self._width  # the last row ends early
         return self._as_bounds(found)
 
@@ -185,7 +187,7 @@ class Sampler:
         return -(-tokens // self._multiple) * self._multiple
 
     def _count_once(self) -> int:
-        return int(-(-self._rows.per_epoch // 1))
+        return self._rows.rows_once
 
     def _batch(self, first: int, *, below: int | None = None) -> Micro:
         """The rows from `first` on; below: of the first epoch, and empty from that one on."""
@@ -308,6 +310,12 @@ def build_sampler(corpus: Corpus, recipe: Recipe, name: str, rank: int = 0) -> S
         seed=recipe.seed, name=name,
     )  # fmt: skip
     if recipe.mismatches:
+        if corpus.parts:
+            raise InvalidRequest(
+                f"`task.data: {name}` has several data sets, and `preference.loss_type:"
+                f" {recipe.preference.loss_type}` sets answers beside other prompts of one",
+                hint="join them in one file, or use a loss without a baseline of other answers",
+            )
         assert isinstance(rows, TableRows)
         rows = MismatchedRows(rows.table, corpus, recipe.sequence_length, recipe.seed, name)
     return Sampler(corpus, rows, recipe, notes, rank)
@@ -321,6 +329,9 @@ def build_rows(
     Fine-tuning examples longer than a row are cut and counted; those of which no answer is left
     are left out and counted. Plain texts, learned whole, go on in rows of their own.
     """
+    if corpus.parts:
+        build = partial(build_rows, objective=objective, packing=packing, width=width, seed=seed)
+        return mix(corpus, build, seed, find_objective(objective).least_rows)
     sft = objective != "pretrain"
     cut = sft and corpus.learned is not None  # answers alone are learned
     lengths, notes = np.asarray(corpus.lengths), list(corpus.notes)

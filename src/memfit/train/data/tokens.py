@@ -45,6 +45,14 @@ Say = Callable[[str], None]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+class Share(NamedTuple):
+    """One data set of several, by whose shares rows are shown."""
+
+    name: str
+    share: float  # of the rows
+    corpus: Corpus
+
+
 class Corpus(NamedTuple):
     """Token ids of all documents, one after the other, and where each begins."""
 
@@ -56,6 +64,7 @@ class Corpus(NamedTuple):
     notes: tuple[str, ...]  # what was passed over, for the user to read
     folder: Path | None = None  # of the cache, which holds it
     chosen: Array | None = None  # (documents,) bool: those of a part of the data; None: all
+    parts: tuple[Share, ...] = ()  # the data sets that it joins; () of a single one
 
     @property
     def documents(self) -> int:
@@ -75,6 +84,8 @@ class Corpus(NamedTuple):
 
     def forget(self) -> None:
         """Give back the pages of this process that a walk through the files has mapped."""
+        for part in self.parts:
+            part.corpus.forget()
         for array in (self.tokens, self.offsets, self.learned):
             mapped = getattr(array, "_mmap", None)
             if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
