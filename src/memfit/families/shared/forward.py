@@ -15,6 +15,7 @@ import msgspec
 from memfit import meta
 from memfit.families.shared.masks import Masks, attend_masked
 from memfit.meta import Meter, Tensor
+from memfit.meta.attending.grown import Grown
 from memfit.meta.attending.slots import Decode, Prefill, attend_slots
 from memfit.meta.distributed.ring import Ring, ring_attention
 from memfit.meta.distributed.sharding import Unit
@@ -71,7 +72,7 @@ class Forward(msgspec.Struct, frozen=True):
     )
     starts: Tensor | None = None  # of documents, where one call of the kernel serves them all
     ring: Ring | None = None  # with which ranks attention is to whole rows
-    slots: Prefill | Decode | None = None  # keys and values that generation keeps
+    slots: Prefill | Decode | Grown | None = None  # keys and values that generation keeps
     quantised: Dequantised | Quantised = Quantised()  # how weights stored quantised are multiplied
     repeats_keys: bool = False  # keys and values are made for all heads, whatever the kernel
     adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
@@ -190,7 +191,9 @@ def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor
     del low
     scaled = meta.scale(delta)
     del delta
-    return meta.cast(meta.add(result, scaled), result.dtype)
+    dtype, result = result.dtype, meta.add(result, scaled)
+    del scaled
+    return meta.cast(result, dtype)
 
 
 @module

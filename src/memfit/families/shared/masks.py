@@ -49,31 +49,47 @@ class Masks(msgspec.Struct, frozen=True):
 
 
 def make_masks(
-    masking: Masking, a: Architecture, meter: Meter, shape: tuple[int, int], dtype: str
+    masking: Masking,
+    a: Architecture,
+    meter: Meter,
+    shape: tuple[int, int],
+    dtype: str,
+    *,
+    before: int = 0,
 ) -> Masks:
-    """Those of a backbone's call; shape: rows and tokens of the batch, dtype: of its embeddings."""
+    """Those of a backbone's call; shape: rows and tokens of the batch, dtype: of its embeddings.
+
+    before: tokens of earlier calls, whose keys a cache holds.
+    """
     alternates = bool(a.layer_kinds)
     slides = a.sliding_window > 0 and (not a.layer_kinds or SLIDING in a.layer_kinds)
     full = sliding = None
     if alternates or not slides:
-        full = _mask(masking, a, meter, shape, dtype, 0)
+        full = _mask(masking, a, meter, shape, dtype, 0, before)
     if slides:
-        sliding = _mask(masking, a, meter, shape, dtype, a.sliding_window)
+        sliding = _mask(masking, a, meter, shape, dtype, a.sliding_window, before)
     return Masks(masking, full, sliding)
 
 
 def _mask(
-    masking: Masking, a: Architecture, meter: Meter, shape: tuple[int, int], dtype: str, window: int
+    masking: Masking,
+    a: Architecture,
+    meter: Meter,
+    shape: tuple[int, int],
+    dtype: str,
+    window: int,
+    before: int,
 ) -> Tensor | None:
-    """(rows, 1, tokens, tokens): booleans for sdpa, numbers for eager classes."""
+    """(rows, 1, tokens, keys): booleans for sdpa, numbers for eager classes."""
     rows, tokens = shape
+    keys = tokens + (min(before, window - 1) if window else before)
     eager = masking.implementation == EAGER
-    reaches = 0 < window <= tokens
+    reaches = 0 < window <= keys
     if masking.implementation == FLASH or a.alibi:  # those classes' own code makes theirs
         return None
     if not (eager or reaches or masking.padded or masking.laid_out or masking.own.always_masked):
         return None
-    square = (rows, 1, tokens, tokens)
+    square = (rows, 1, tokens, keys)
     seen = meta.empty(meter, square, "bool")
     return meta.empty(meter, square, dtype) if eager else seen
 
@@ -89,7 +105,13 @@ def attend_masked(
     whole = key.shape[-1] == value.shape[-1] and key.shape[-1] <= GROUPED_HEAD
     grouped = mask is None and whole
     repeats = key.shape[1] > 1 or not masks.masking.own.one_key
-    if groups > 1 and not grouped and repeats:
+    expands = groups > 1 and not grouped and repeats
+    if expands and query.shape[2] == 1 and key.shape[2] > 1:  # a decoding step: `pack_gqa`
+        rows, heads, _, size = query.shape
+        packed = meta.reshape(query, rows, heads // groups, groups, size)
+        out = sdpa(masks.masking, packed, key, value, mask, grouped=False)
+        return meta.reshape(out, rows, heads, 1, value.shape[-1])
+    if expands:
         key, value = meta.expand_heads(key, groups), meta.expand_heads(value, groups)
     if masks.masking.implementation == FLASH and masks.masking.padded:
         kernel = choose_kernel(masks.masking, query, key, value, masked=False, grouped=grouped)

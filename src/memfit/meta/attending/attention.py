@@ -284,7 +284,8 @@ def _math(
     value_wide = cast(value, "float32")
     batch, heads, tokens, _ = query.shape
     scaled_query = scale(query_wide)
-    mask = _causal_mask(query) if band is None else band
+    steps = tokens == 1 and key.shape[2] > 1  # one new token sees all before it
+    mask = _causal_mask(query) if band is None and not steps else band
     key_full, value_full = key_wide, value_wide  # C++ keeps the narrow ones to its end
     if key.shape[1] != heads and grouped:
         groups = heads // key.shape[1]
@@ -295,12 +296,12 @@ def _math(
         value_full = expand(value_full, batch, heads, *value.shape[2:])
     scores = scores_of(scaled_query, turned)
     del turned
-    masked = add(scores, mask)
+    masked = scores if mask is None else add(scores, mask)
     del scores
     weights = softmax(masked)
     del masked
     lowered = cast(weights.detached(), dtype)  # returned beside the result, and dropped
-    rows = reshape(weights, batch * heads, tokens, tokens)
+    rows = reshape(weights, batch * heads, tokens, key.shape[2])
     product = multiply_batched(rows, reshape(value_full, batch * heads, -1, value.shape[-1]))
     del rows
     out = cast(view(product, batch, heads, tokens, value.shape[-1]), dtype)

@@ -10,6 +10,7 @@ from typing import ClassVar, final
 
 from memfit.plan.frameworks import Knob, frameworks
 from memfit.plan.frameworks.hugging_face.pairs import BY_VERSION, TILED, WHOSE
+from memfit.plan.frameworks.hugging_face.sampled import SAMPLED_KNOBS
 from memfit.plan.frameworks.hugging_face.step import HfFramework, hf_knobs, shared_values
 
 
@@ -18,7 +19,8 @@ class Trl(HfFramework):
     """SFTConfig's defaults: bf16, gradient checkpointing."""
 
     name = "trl"
-    title = "the step of TRL's SFTTrainer, or of its DPOTrainer"
+    title = "the step of TRL's SFTTrainer, of its DPOTrainer, or of its GRPOTrainer"
+    samples = ("grpo",)
     source = "trl 1.16 and 0.29, transformers 5.23, peft 0.21, bitsandbytes 0.50"
     values: ClassVar = shared_values() | {
         "recompute": ("full", "none"), "offload": ("none", "parameters"), "loss": ("plain",),
@@ -39,6 +41,7 @@ class Trl(HfFramework):
         "prepare_kbit": Knob(
             default=False, means="prepare_model_for_kbit_training, as TRL did until 0.24"
         ),
+        **SAMPLED_KNOBS,
     }  # fmt: skip
 
 

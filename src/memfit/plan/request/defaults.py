@@ -17,6 +17,7 @@ from memfit.plan.request.assumed import count_steps
 from memfit.plan.request.meshes import match_devices
 from memfit.plan.request.model_reference import find_reference
 from memfit.plan.request.objectives.pairs import check_described, check_pairs, choose_preference
+from memfit.plan.request.objectives.sampled import choose_policy, choose_reward, choose_rollout
 from memfit.plan.request.precision import choose_precision
 from memfit.plan.request.problem import find_device, find_network, sequence_length
 from memfit.records.hardware import Device
@@ -41,11 +42,11 @@ def read_defaults(
             " describes how it predicts tokens, not how it compares pairs",
             hint="use `framework: trl` or `hf-trainer`, or `memfit`",
         )
-    if objective.samples:
+    if objective.samples and objective.name not in framework.samples:
         raise InvalidRequest(
             f"`objective: {objective.name}` under `framework: {request.framework}`: memfit"
             " describes how it predicts tokens, not how it samples and judges answers",
-            hint="use `framework: memfit` on one device",
+            hint="use `framework: memfit` on one device, or `framework: trl` of `objective: grpo`",
         )
     check_described(request)
     check_pairs(request)
@@ -86,6 +87,9 @@ def read_defaults(
         weights="random",
         objective=request.task.objective,
         preference=choose_preference(request, method, whole="second-model"),
+        rollout=choose_rollout(request),
+        policy=choose_policy(request, method, second=True),
+        reward=choose_reward(request),
         method=method,
         lora=Lora(
             rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, scaling=lora.scaling,

@@ -26,6 +26,7 @@ from memfit.meta.losses.selected import (
     unbind,
 )
 from memfit.plan.frameworks import Job, Knob
+from memfit.plan.frameworks.hugging_face.sampled import second_policy
 from memfit.plan.frameworks.shared.assembly import Held, rounded
 from memfit.records.ledger import Kind
 from memfit.records.model import DTYPE_BYTES, Model
@@ -137,7 +138,7 @@ def second_dtype(job: Job) -> str:
 
 def hold_reference(job: Job, model: Model) -> Held:
     """The second model, on every rank; model: as the first is stored."""
-    dtype = second_dtype(job)
+    dtype = second_dtype(job) or second_policy(job.recipe)
     if not dtype:
         return {}
     nbytes = rounded(w.numel * DTYPE_BYTES[dtype] for w in model.weights)

@@ -53,6 +53,14 @@ from memfit.plan.frameworks.hugging_face.peft import (
     refuse_apart,
 )
 from memfit.plan.frameworks.hugging_face.quantised import code_bytes, quantised_bytes
+from memfit.plan.frameworks.hugging_face.sampled import (
+    Rollout,
+    check_rollouts,
+    completion_of,
+    hold_rollout,
+    policy_loss,
+    second_policy,
+)
 from memfit.plan.frameworks.hugging_face.states import (
     KNOBS,
     NAMES,
@@ -103,6 +111,8 @@ class HfProgram(Record, frozen=True, kw_only=True):
     liger: tuple[str, ...] = ()  # operations that are Liger-Kernel's
     loss_kind: str = "plain"  # chunked: Liger's; fused: cut cross-entropy
     compares: str = ""  # whose loss of pairs
+    completion: int = 0  # tokens of a row that were sampled, and are learned from
+    refers: bool = False  # whether the loss of sampled answers has a divergence from a reference
     widens: bool = False  # whether outputs are returned in fp32, as accelerate does of autocast's
 
     def _configure(self, forward: Forward) -> Forward:
@@ -179,19 +189,23 @@ class HfProgram(Record, frozen=True, kw_only=True):
 
     def outputs(self, forward: Forward, weights: Weights, hidden: Tensor) -> list[Tensor]:
         """See `plan.program.Comparing.outputs`."""
-        if self.compares == TILED:
-            weight, bias = weights["lm_head.weight"], weights.get("lm_head.bias")
+        weight, bias = weights.get("lm_head.weight"), weights.get("lm_head.bias")
+        if self.completion and weight is not None:
+            return log_probs_of_tokens(hidden, weight, bias, self.completion)[:2]
+        if self.compares == TILED and weight is not None:
             return log_probs_of_tokens(hidden, weight, bias)
         return [self.logits(forward, weights, hidden)]
 
     def returned(self, outputs: list[Tensor]) -> list[Tensor]:
         """See `plan.program.Comparing.returned`."""
-        if not self.widens or self.compares == TILED:
+        if not self.widens or self.completion or self.compares == TILED:
             return outputs
         return [meta.cast(outputs.pop(), "float32")]
 
     def compare(self, outputs: list[Tensor], refer: Refer) -> Tensor:
         """See `plan.program.Comparing.compare`."""
+        if self.completion:
+            return policy_loss(outputs, self.completion, refers=self.refers)
         return compare(outputs, refer, self.compares)
 
 
@@ -212,6 +226,8 @@ def hf_program(job: Job, *, keeps_outputs: bool) -> HfProgram:
         liger=kernels_of(recipe),
         loss_kind=recipe.loss,
         compares=compares,
+        completion=completion_of(recipe),
+        refers=recipe.samples and recipe.policy.beta > 0,
         widens=bool(
             recipe.autocast
             or older
@@ -344,7 +360,7 @@ def predict_hf(job: Job) -> Ledger:
     kernel, masking = attention_kernel(job), masking_of(job)
     program = hf_program(job, keeps_outputs=bool(recipe.options["keeps_outputs"]))
     fixed = without_shape(recipe)
-    compares = program if recipe.prefers else None
+    compares = program if recipe.prefers or recipe.samples else None
     if asks_units(job):
         return predict_units(
             job, model, program, kernel,
@@ -354,8 +370,8 @@ def predict_hf(job: Job) -> Ledger:
             compares=compares, masking=masking,
         )  # fmt: skip
     simulated = run_passes(
-        job, model, program, kernel, compares=compares, second=second_dtype(job),
-        caches=recipe.parallel.dp_shard == 1, masking=masking,
+        job, model, program, kernel, compares=compares,
+        second=second_dtype(job) or second_policy(recipe), caches=recipe.parallel.dp_shard == 1, masking=masking,
     )  # fmt: skip
     if recipe.parallel.dp_shard > 1:
         return _sharded(job, model, simulated)
@@ -364,7 +380,13 @@ def predict_hf(job: Job) -> Ledger:
     if recipe.parallel.dp_replicate > 1:
         held |= ddp_buckets(model)
     update = hold_update(model, fixed)
-    return assemble(job, simulated, load=weights, held=held, update=update)
+    if not recipe.samples:
+        return assemble(job, simulated, load=weights, held=held, update=update)
+    rollout = Rollout(job, model, simulated.setting, simulated.counts)
+    return assemble(
+        job, simulated, load=weights, held={**held, **hold_rollout(recipe)}, update=update,
+        before=rollout.walk, reasons=rollout.explain(),
+    )  # fmt: skip
 
 
 def _sharded(job: Job, model: Model, simulated: Simulated) -> Ledger:
@@ -429,6 +451,7 @@ def check_base(job: Job) -> None:
     check_optimizer(job)
     check_kernels(job)
     check_compared(job)
+    check_rollouts(job)
     recipe = job.recipe
     shards, copies = recipe.parallel.dp_shard, recipe.parallel.dp_replicate
     if shards > 1 and copies > 1:

@@ -48,6 +48,7 @@ class Simulated(msgspec.Struct, frozen=True):
     first: Passes
     later: Passes | None
     counts: list[Repeat]
+    setting: Setting
 
 
 def attention_kernel(job: Job) -> str:
@@ -99,7 +100,7 @@ def run_passes(
         masking,
     )
     first, *later = answers.passes(_batch(recipe.micro_batch, recipe.sequence_length), _batch)
-    return Simulated(first, later[0] if later else None, counts)
+    return Simulated(first, later[0] if later else None, counts, answers.setting)
 
 
 @lru_cache(maxsize=256)
@@ -199,18 +200,23 @@ def assemble(
     held: Held,
     update: Held,
     during: Mapping[Phase, Held] | None = None,
+    before: Callable[[Level], None] | None = None,
+    reasons: Mapping[Part, str] | None = None,
 ) -> Ledger:
     """The ledger of an optimizer step that is not the first.
 
     load: at the end of loading; held: in every later instant; update: beside gradients, at the
-    worst moment of the optimizer's step; during: of the passes named, in each instant.
+    worst moment of the optimizer's step; during: of the passes named, in each instant; before:
+    what happens between steps, whose phases it notes; reasons: of what it makes.
     """
     level = Level()
     level.add(_bytes(held))
+    if before is not None:
+        before(level)
     tensors = OF_PAIRS if job.recipe.prefers else OF_TOKENS
     level.add({INPUTS: tensors * job.recipe.tokens * DTYPE_BYTES["int64"]})
     extra = during or {}
-    why: dict[Part, str] = {}
+    why: dict[Part, str] = dict(reasons or {})
     for parts in (load, held, update, *extra.values()):
         why |= {part: because for part, (_, because) in parts.items()}
     _walk(level, simulated.first, simulated.counts, extra)

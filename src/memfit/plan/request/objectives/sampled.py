@@ -118,8 +118,11 @@ def choose_rollout(request: Request) -> Rollout:
     )  # fmt: skip
 
 
-def choose_policy(request: Request, method: Method) -> Policy:
-    """Of a recipe of this method; raises InvalidRequest for a key that the objective has not."""
+def choose_policy(request: Request, method: Method, *, second: bool = False) -> Policy:
+    """Of a recipe of this method; raises InvalidRequest for a key that the objective has not.
+
+    second: whether the step may hold a second model, the reference of what is trained whole.
+    """
     objective = find_objective(request.task.objective)
     if objective.sampled is None:
         return Policy()
@@ -129,8 +132,8 @@ def choose_policy(request: Request, method: Method) -> Policy:
     if objective.pairs_samples:
         return _choose_of_pairs(stated, objective, method)
     if beta == "auto":  # what is trained whole has no reference in one model
-        beta = objective.sampled.beta if method in ADAPTED else 0.0
-    if beta and method not in ADAPTED:
+        beta = objective.sampled.beta if second or method in ADAPTED else 0.0
+    if beta and method not in ADAPTED and not second:
         raise InvalidRequest(
             f"`policy.beta: {beta:g}` under `method: {method}`: what is trained is the reference no"
             " more, and memfit holds one model",
