@@ -26,7 +26,7 @@ PHASES = {
     "reference": ("reference",), "update": ("forward", "loss", "backward", "accumulate"),
     "optimizer_step": ("optimizer_step",),
 }  # fmt: skip
-PLAIN: dict[str, Any] = {"rows": 8, "num_generations": 4, "prompt": 224, "completion": 32}
+PLAIN: dict[str, Any] = {"rows": 8, "num_generations": 4, "prompt": 240, "completion": 16}
 WIDE = {"vocab_size": 32768}  # of logits that a decoding step feels
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -55,8 +55,10 @@ OF_LLAMA: dict[str, dict[str, Any]] = {
     "bnpo": {"loss_type": "bnpo"},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "sapo, entropy": {"loss_type": "sapo", "entropy_coef": 0.01, "top_entropy_quantile": 0.2},
-    "long answers": {"rows": 4, "prompt": 32, "completion": 224},
+    "long answers": {"rows": 4, "prompt": 176, "completion": 80},
     "eager": {"attn": "eager", "padded": True, "lora": True},
+    "rloo, reference": {"objective": "rloo", "beta": 0.05, "lora": True, "padded": True},
+    "rloo, two models": {"objective": "rloo", "beta": 0.05, "precision": "bf16-mixed"},
     "8-bit states": {"optim": "adamw_8bit", "lora": True, "mask_truncated_completions": True},
 }  # fmt: skip
 FAMILIES = (
@@ -105,7 +107,9 @@ def ask(case: dict[str, Any]) -> dict[str, Any]:
     return {
         "framework": "trl", "micro_batch": rows, "precision": precision, "options": options,
         "recompute": "full" if case.get("recompute") else "none",
-        "task": {"objective": "grpo", "global_batch": rows * accumulation},
+        "task": {
+            "objective": case.get("objective", "grpo"), "global_batch": rows * accumulation,
+        },
         "rollout": {
             "num_generations": case["num_generations"], "max_prompt_length": case["prompt"],
             "max_completion_length": case["completion"],

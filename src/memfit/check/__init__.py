@@ -156,6 +156,7 @@ WRITTEN = (".yaml", ".yml", ".json")
 TRL = "TRL"  # the title of its reader
 PLAIN = "hf-trainer"  # transformers' own Trainer, whose loss is not TRL's
 ACCELERATED = (PLAIN, "trl")  # frameworks whose shards are accelerate's FSDP
+SAMPLED = ("grpo", "rloo")  # objectives whose answers are sampled while it trains
 ORDER = ("torchtitan", "deepspeed", "accelerate", "axolotl", "llamafactory", "trl")
 
 
@@ -296,7 +297,7 @@ def _settle_precision(reading: ConfigReading) -> None:
         reading.assume("what is trained is stored in fp32, as accelerate's FSDP makes it")
         return
     reading.assume(f"autocast over {stored} weights is predicted as `precision: {stored}`")
-    if reading.get("task.objective") == "dpo" and not reading.own:
+    if reading.get("task.objective") in ("dpo", *SAMPLED) and not reading.own:
         reading.put("options.fp32_outputs", True)
 
 
@@ -307,6 +308,8 @@ def _settle_loss(reading: ConfigReading) -> None:
     key, before = ("options.trl", "''") if shared else ("options.version", "0.29")
     if reading.get(key) is None:
         reading.put(key, TILED)
+        if reading.get("task.objective") in SAMPLED:
+            return
         reading.assume(
             f"the loss is TRL {TILED}'s, from tiles of the logits (`--set {key}={before}`: of all)"
         )

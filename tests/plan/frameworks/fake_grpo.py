@@ -15,11 +15,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import fake_trainer
 import torch
+from fake_trainer import PRECISIONS
 from torch import Tensor
 
-import fake_trainer
-from fake_trainer import PRECISIONS
 from memfit.catalog import find_device
 from memfit.certify.tracing.fake_device import fake_device, set_while
 from memfit.certify.tracing.recorder import Recorder
@@ -49,7 +49,7 @@ def answer(case: dict[str, Any]) -> Any:
 
 
 def places(case: dict[str, Any]) -> Any:
-    """Where a mask is true: at the tokens of answers, where it is of whole rows; else everywhere."""
+    """Where a mask is true: at tokens of answers, where it is of whole rows; else everywhere."""
     learned = case["prompt"] + case["completion"] - 1
 
     def find(mode: Any, mask: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ def whole_answers(case: dict[str, Any]) -> Iterator[None]:
 
 def run(case: dict[str, Any]) -> dict[str, int]:
     """Bytes alive at the highest instant of each phase of an iteration that is not the first."""
-    from trl import GRPOConfig, GRPOTrainer
     from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     recorder = Recorder("cuda", find_device(fake_trainer.DEVICE))
     dtype, mixed = PRECISIONS[case.get("precision", "bf16")]
@@ -139,7 +139,8 @@ def run(case: dict[str, Any]) -> dict[str, int]:
         from pairs import leave_out_triton  # of bench/
 
         leave_out_triton()
-        args = GRPOConfig(output_dir=folder, **told)
+        rloo = case.get("objective") == "rloo"
+        args: Any = (RLOOConfig if rloo else GRPOConfig)(output_dir=folder, **told)
         rows = datasets.Dataset.from_dict({"prompt": ["<eos>"] * 4096})
         mode = stack.enter_context(fake_device(find_device(fake_trainer.DEVICE)))
         mode.rules[torch.ops.aten.nonzero.default] = places(case)
@@ -152,21 +153,24 @@ def run(case: dict[str, Any]) -> dict[str, int]:
         stack.enter_context(whole_answers(case))
         stack.enter_context(mock.patch.dict(RULES, {EXPONENTIALS.operator: EXPONENTIALS}))
         stack.enter_context(recorder)
-        model = fake_trainer.make_model(case | {"model": case["model"] | {"use_cache": True}}, dtype)
+        cached = case | {"model": case["model"] | {"use_cache": True}}
+        model = fake_trainer.make_model(cached, dtype)
         made: dict[str, Any] = {"model": model, "args": args, "train_dataset": rows}
         if case.get("lora"):
             from peft import LoraConfig
 
             made["peft_config"] = LoraConfig(
-                r=8, target_modules=case["lora"], task_type="CAUSAL_LM",
+                r=8,
+                target_modules=case["lora"],
+                task_type="CAUSAL_LM",
                 lora_dropout=case.get("dropout", 0.0),
             )
         second = mock.patch(
-            "trl.trainer.grpo_trainer.create_model_from_path",
-            lambda *_, **__: fake_trainer.make_model(case, dtype),
+            f"trl.trainer.{'rloo' if rloo else 'grpo'}_trainer.create_model_from_path",
+            side_effect=lambda *_, **__: fake_trainer.make_model(case, dtype),
         )
         with torch.device("cuda"), second:
-            trainer: Any = GRPOTrainer(
+            trainer: Any = (RLOOTrainer if rloo else GRPOTrainer)(
                 reward_funcs=[lambda prompts, **_: [1.0] * len(prompts)],
                 processing_class=fake_trainer.tokenizer(), **made,
             )  # fmt: skip

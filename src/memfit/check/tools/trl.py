@@ -29,6 +29,7 @@ from memfit.check.hugging_face import (
 from memfit.check.kernels import read_liger
 from memfit.check.keys import ConfigKeys
 from memfit.check.keys.trl import ANOTHER, MOVED, STILL
+from memfit.check.rollouts import find_sampling, read_rollouts
 from memfit.check.smaller_changes import ROUNDED, Edit
 
 EARLY = "precompute_ref_log_probs"
@@ -59,32 +60,37 @@ class TrlReader(Reader):
     def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
         """See `Reader.edits`."""
         adapted = bool(data.get("use_peft"))
+        length, tokens = "max_length", 1024
+        if find_sampling(data, ConfigReading({})):
+            length, tokens = "max_completion_length", 512
         yield from edit_steps(
             data,
             micro="per_device_train_batch_size",
             default=8,
             recompute={"gradient_checkpointing": True} if "gradient_checkpointing" in data else {},
-            length="max_length",
-            tokens=1024,
+            length=length,
+            tokens=tokens,
             adapted=adapted,
             base={"load_in_4bit": True},
             adapters={"use_peft": True},
         )
         if str(data.get("dtype", data.get("torch_dtype", "float32"))) == "float32":
             yield [Edit({"dtype": "bfloat16"}, ROUNDED)]  # of a frozen base, or of all weights
-        if any(key in data for key in DPO):
+        if length == "max_length" and any(key in data for key in DPO):
             yield edit_reference(data, EARLY)
 
     def read(self, taken: ConfigKeys, reading: ConfigReading) -> None:
         """See `Reader.read`."""
-        pairs = _compares(taken, reading)
-        _leave_others(taken, reading, pairs=pairs)
+        sampling = find_sampling(taken.data, reading)
+        pairs = not sampling and _compares(taken, reading)
         reading.put_model(taken("model_name_or_path"))
         if not reading.own:
             reading.put("framework", "trl")
-        reading.put("task.objective", "sft")
-        reading.put("task.sequence_length", taken("max_length", taken("max_seq_length", 1024)))
-        reading.put("task.packing", taken("packing", False))
+        if sampling:
+            read_rollouts(taken, reading, sampling)
+        else:
+            _leave_others(taken, reading, pairs=pairs)
+            _read_rows(taken, reading)
         read_steps(taken, reading, micro="per_device_train_batch_size", default=8)
         read_optimizer(taken, reading, schedule="lr_scheduler_type")
         adapted = bool(taken("use_peft", False))
@@ -124,10 +130,21 @@ class TrlReader(Reader):
         laid_out = not pairs and (bool(free) or packs)
         settle_padding(reading, multiple=bool(multiple), separate=False, laid_out=laid_out)
         length = reading.get("task.sequence_length")
-        if multiple and isinstance(length, int) and length % multiple:
-            taken.leave("pad_to_multiple_of", multiple, f"rows are longer than {length} tokens")
+        _leave_multiple(taken, multiple, length)
         if named := taken("deepspeed"):
             read_named(named, taken, reading)
+
+
+def _leave_multiple(taken: ConfigKeys, multiple: int, length: Any) -> None:
+    """Note rows that are padded to more tokens than they may have."""
+    if multiple and isinstance(length, int) and length % multiple:
+        taken.leave("pad_to_multiple_of", multiple, f"rows are longer than {length} tokens")
+
+
+def _read_rows(taken: ConfigKeys, reading: ConfigReading) -> None:
+    reading.put("task.objective", "sft")
+    reading.put("task.sequence_length", taken("max_length", taken("max_seq_length", 1024)))
+    reading.put("task.packing", taken("packing", False))
 
 
 def _compares(taken: ConfigKeys, reading: ConfigReading) -> bool:

@@ -20,7 +20,9 @@ OWNER = "cache"
 class Grown:
     """The cache of one call: what earlier calls left of each layer, and what this one makes."""
 
-    def __init__(self, meter: Meter, before: int = 0, old: Sequence[tuple[Tensor, Tensor]] = ()):
+    def __init__(
+        self, meter: Meter, before: int = 0, old: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
         """before: tokens that earlier calls saw; old: keys and values of each layer, in order."""
         self.meter, self.before = meter, before
         self._old = list(reversed(old))

@@ -18,18 +18,18 @@ SHOWN = 3  # tiles' rows run of many: the first, the second and the last
 
 
 def log_probs_of_tokens(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: int = 0
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, answered: int = 0
 ) -> list[Tensor]:
     """What the model returns instead of logits, of all tokens but each row's last.
 
-    hidden: (rows, tokens, width); weight: (vocab, width). Every label counts, or the `kept` last
+    hidden: (rows, tokens, width); weight: (vocab, width). Every label counts, or the `answered` last
     ones of each row (the others are -100). Each (rows, tokens - 1): log-probabilities of labels,
     entropies, whether a label is likeliest.
     """
     meter, (rows, tokens, width) = hidden.meter, hidden.shape
     earlier = narrow(hidden, 1, 0, tokens - 1)
     mask = empty(meter, (rows, tokens - 1), "bool")
-    count = rows * (kept or tokens - 1)
+    count = rows * (answered or tokens - 1)
     chosen = _select(earlier, mask, count, width)
     labels = empty(meter, (count,), "int64")
     found = _log_probs(chosen, weight, bias, labels)

@@ -187,6 +187,7 @@ class DeepSpeed(Framework):
             without(simulated.first, GRADIENTS),
             None if simulated.later is None else without(simulated.later, GRADIENTS),
             simulated.counts,
+            simulated.setting,
         )
         shares = _shares(model, without_shape(job.recipe))
         held = {**shares.parameters(), **shares.states(), **cublas(job.device)}

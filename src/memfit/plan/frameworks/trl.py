@@ -19,8 +19,8 @@ class Trl(HfFramework):
     """SFTConfig's defaults: bf16, gradient checkpointing."""
 
     name = "trl"
-    title = "the step of TRL's SFTTrainer, of its DPOTrainer, or of its GRPOTrainer"
-    samples = ("grpo",)
+    title = "the step of TRL's SFTTrainer, of its DPOTrainer, of its GRPOTrainer or RLOOTrainer"
+    samples = ("grpo", "rloo")
     source = "trl 1.16 and 0.29, transformers 5.23, peft 0.21, bitsandbytes 0.50"
     values: ClassVar = shared_values() | {
         "recompute": ("full", "none"), "offload": ("none", "parameters"), "loss": ("plain",),

@@ -46,7 +46,7 @@ def read_defaults(
         raise InvalidRequest(
             f"`objective: {objective.name}` under `framework: {request.framework}`: memfit"
             " describes how it predicts tokens, not how it samples and judges answers",
-            hint="use `framework: memfit` on one device, or `framework: trl` of `objective: grpo`",
+            hint="use `framework: memfit` on one device, or `framework: trl`",
         )
     check_described(request)
     check_pairs(request)

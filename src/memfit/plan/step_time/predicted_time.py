@@ -217,6 +217,8 @@ def _setting(
 
 def predict_timeline(totals: Totals, recipe: Recipe, device: Device) -> Timeline:
     """The spans of one optimizer step; empty when a speed that it needs is unknown."""
+    if _samples_elsewhere(recipe):
+        return Timeline(spans=())
     try:
         setting = find_setting(totals, recipe, device)
     except TimeUnknown:
@@ -226,6 +228,11 @@ def predict_timeline(totals: Totals, recipe: Recipe, device: Device) -> Timeline
         iteration = _iterate(setting, totals, recipe, device)
         return lay_out_iteration(iteration, lay_out(iteration.update, work, recipe))
     return lay_out(predict_step(setting), work, recipe)
+
+
+def _samples_elsewhere(recipe: Recipe) -> bool:
+    """Whether answers are sampled by a loop that is not memfit's, whose speed nobody described."""
+    return recipe.samples and not recipe.is_own
 
 
 def _iterate(setting: Setting, totals: Totals, recipe: Recipe, device: Device) -> Iteration:
@@ -347,7 +354,7 @@ def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Time
 
 def assume_lengths(totals: Totals, recipe: Recipe, device: Device) -> tuple[str, ...]:
     """What seconds of sampled answers take for granted of lengths, in words."""
-    if not recipe.samples:
+    if not recipe.samples or _samples_elsewhere(recipe):
         return ()
     rollout = recipe.rollout
     half = max(1, rollout.max_completion_length // 2)
@@ -363,6 +370,8 @@ def assume_lengths(totals: Totals, recipe: Recipe, device: Device) -> tuple[str,
 
 
 def _because(totals: Totals, recipe: Recipe, device: Device) -> str:
+    if _samples_elsewhere(recipe):
+        return f"unknown: how fast answers are sampled by `{recipe.framework}` is not described"
     try:
         setting = find_setting(totals, recipe, device)
     except TimeUnknown as reason:

@@ -1,4 +1,4 @@
-"""What TRL's `GRPOTrainer` holds beside its update: rollouts by transformers' `generate`, and scores.
+"""What TRL's GRPOTrainer holds beside its update: rollouts by transformers' `generate`, scores.
 
 Of a rollout all answers are in flight at once: `steps_per_generation` micro-batches of a rank. Its
 cache grows by concatenation. Log-probabilities under the policy that sampled and under the
@@ -39,7 +39,7 @@ from memfit.records.recipe import ADAPTED, Recipe
 INT64, FP32 = DTYPE_BYTES["int64"], DTYPE_BYTES["float32"]
 ROLLOUT = "rollout"
 OF_ROWS = 5  # ids, mask and positions while answers are sampled, and the inputs of the call
-KEPT = 4  # ids and masks of prompts and of answers, until the next rollout
+RESTING = 4  # ids and masks of prompts and of answers, until the next rollout
 JOINED = 2  # ids and mask of whole rows, while they are scored
 SAMPLED_KNOBS = {
     "steps_per_generation": Knob(
@@ -99,7 +99,7 @@ def describe_generation(recipe: Recipe) -> Generation:
     return Generation(
         rows=rows, prompt=rollout.max_prompt_length, completion=rollout.max_completion_length,
         padded=recipe.options.get("padded") is not False and rows > rollout.num_generations,
-        widens=_samples_mixed(recipe), warpers=tuple(name for name, used in named if used),
+        widens=_widens(recipe), warpers=tuple(name for name, used in named if used),
     )  # fmt: skip
 
 
@@ -112,10 +112,16 @@ def _samples_mixed(recipe: Recipe) -> bool:
     return recipe.autocast and recipe.method not in ADAPTED
 
 
+def _widens(recipe: Recipe) -> bool:
+    """Whether logits come back in fp32: of what accelerate puts autocast around, 16 bits too."""
+    low = bool(recipe.options.get("fp32_outputs")) and recipe.method not in ADAPTED
+    return low or _samples_mixed(recipe)
+
+
 def scored_phases(recipe: Recipe) -> tuple[Phase, ...]:
     """The passes without a gradient: of the policy where a rollout outlives a step of it."""
     every = steps_of(recipe) * recipe.policy.num_iterations
-    old = recipe.accumulation % every != 0
+    old = recipe.accumulation % every != 0 or recipe.objective == "rloo"
     return (*([Phase.SCORE] if old else []), *([Phase.REFERENCE] if recipe.policy.beta else []))
 
 
@@ -124,7 +130,7 @@ def hold_rollout(recipe: Recipe) -> Held:
     rows, answers = recipe.micro_batch * steps_of(recipe), recipe.rollout.max_completion_length
     scored = len(scored_phases(recipe))
     tokens = rows * recipe.sequence_length
-    sizes = [tokens * INT64] * (KEPT // 2) + [rows * answers * FP32] * scored
+    sizes = [tokens * INT64] * (RESTING // 2) + [rows * answers * FP32] * scored
     reason = f"ids, masks and scores of {rows} answers, until the next rollout"
     return {(Kind.INPUT, ROLLOUT): (rounded(sizes), reason)}
 
@@ -205,8 +211,8 @@ class Rollout(NamedTuple):
             x.window for x in layer_caches(a)
         ) else ""  # fmt: skip
         return {(Kind.KV_CACHE, "cache"): (
-            f"{generation.rows} answers of {tokens} tokens x {show_bytes(each)} in {a.layers} layers"
-            f" ({self.key_dtype}){windows}; the layer that grows holds its old tensor, too"
+            f"{generation.rows} answers of {tokens} tokens x {show_bytes(each)} in {a.layers}"
+            f" layers ({self.key_dtype}){windows}; the layer that grows holds its old tensor, too"
         )}  # fmt: skip
 
 
@@ -222,8 +228,8 @@ def _score(setting: Setting, recipe: Recipe, phase: Phase) -> Passes:
 
 
 @lru_cache(maxsize=64)
-def _score_rows(setting: Setting, batch: Batch, kept: int, of: str) -> Passes:
-    return cut(record_scoring(_without_history(setting), batch, kept, of=of))[0]
+def _score_rows(setting: Setting, batch: Batch, answered: int, of: str) -> Passes:
+    return cut(record_scoring(_without_history(setting), batch, answered, of=of))[0]
 
 
 def _without_history(setting: Setting) -> Setting:

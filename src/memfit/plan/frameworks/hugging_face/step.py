@@ -371,7 +371,8 @@ def predict_hf(job: Job) -> Ledger:
         )  # fmt: skip
     simulated = run_passes(
         job, model, program, kernel, compares=compares,
-        second=second_dtype(job) or second_policy(recipe), caches=recipe.parallel.dp_shard == 1, masking=masking,
+        second=second_dtype(job) or second_policy(recipe),
+        caches=recipe.parallel.dp_shard == 1, masking=masking,
     )  # fmt: skip
     if recipe.parallel.dp_shard > 1:
         return _sharded(job, model, simulated)

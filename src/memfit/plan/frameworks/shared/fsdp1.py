@@ -73,7 +73,8 @@ def shard(job: Job, model: Model, simulated: Simulated, states: Held, update: He
         later = without(later, GRADIENTS)
         if job.recipe.accumulation == 1:  # of the next step, whose gradients grow anew
             later = _growing(later, units, divisor)
-    simulated = Simulated(_growing(first, units, divisor), later, simulated.counts)
+    grown = _growing(first, units, divisor)
+    simulated = Simulated(grown, later, simulated.counts, simulated.setting)
     shards = (units.blocks + units.root) // ranks
     held: dict[tuple[Kind, str], tuple[int, str]] = {
         (Kind.PARAMETERS, "shards"): (shards, f"1/{ranks} of every flat parameter"),
@@ -146,6 +147,7 @@ def shard_frozen(
         without(simulated.first, GRADIENTS),
         None if simulated.later is None else without(simulated.later, GRADIENTS),
         simulated.counts,
+        simulated.setting,
     )
     phases = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
     return assemble(

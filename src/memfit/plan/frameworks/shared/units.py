@@ -101,6 +101,7 @@ def predict_units(
         without(simulated.first, Kind.GRADIENTS, SHARDS),
         None if later is None else without(later, Kind.GRADIENTS, SHARDS),
         simulated.counts,
+        simulated.setting,
     )
     return _add_pools(found, lay(bare), model, sharding)
 

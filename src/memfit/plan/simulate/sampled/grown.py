@@ -154,7 +154,7 @@ class _Calls:
         )  # fmt: skip
 
     def _chances(self, rows: int) -> list[Tensor]:
-        """What variables of the step before still hold: logits, scores where they differ, chances."""
+        """What variables of the step before hold: logits, scores where they differ, chances."""
         shape = rows, self.setting.architecture.vocab
         count = 2 + bool(self.generation.warpers)
         return [meta.empty(self.meter, shape, "float32") for _ in range(count)]
@@ -186,9 +186,9 @@ def _penalise(scores: Tensor) -> Tensor:
 
 def _keep_most(scores: Tensor) -> Tensor:
     removed = meta.empty(scores.meter, scores.shape, "bool")
-    kept = like(scores)
+    left = like(scores)
     del removed
-    return kept
+    return left
 
 
 def _keep_share(scores: Tensor) -> Tensor:
@@ -201,17 +201,17 @@ def _keep_share(scores: Tensor) -> Tensor:
     removed = meta.empty(meter, shape, "bool")
     del summed
     scattered = meta.empty(meter, shape, "bool")
-    kept = like(scores)
+    left = like(scores)
     del ordered, places, removed, scattered
-    return kept
+    return left
 
 
 def _keep_likely(scores: Tensor) -> Tensor:
     chances = like(scores)
     removed = meta.empty(scores.meter, scores.shape, "bool")
-    kept = like(scores)
+    left = like(scores)
     del chances, removed
-    return kept
+    return left
 
 
 _WARP: dict[str, Callable[[Tensor], Tensor]] = {
@@ -220,20 +220,20 @@ _WARP: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def record_scoring(setting: Setting, batch: Batch, kept: int, *, of: str) -> Recording:
-    """A pass without a gradient over rows whose last `kept` tokens are scored.
+def record_scoring(setting: Setting, batch: Batch, answered: int, *, of: str) -> Recording:
+    """A pass without a gradient over rows whose last `answered` tokens are scored.
 
     of: the `policy`, or the `reference`.
     """
     with without_collecting():
         simulation = Simulation(setting, batch, unrolled=False)
         with simulation.meter.without_graph():
-            _score(simulation, kept, of)
+            _score(simulation, answered, of)
         stop = len(simulation.meter.events)
         return Recording(simulation.meter, [simulation.marks], stop, [], 0)
 
 
-def _score(simulation: Simulation, kept: int, of: str) -> None:
+def _score(simulation: Simulation, answered: int, of: str) -> None:
     meter, setting, batch = simulation.meter, simulation.setting, simulation.batch
     inputs = simulation.make_batch()
     forward, _ = simulation.make_forward(inputs)
@@ -253,6 +253,6 @@ def _score(simulation: Simulation, kept: int, of: str) -> None:
         outputs = program.outputs(forward, outside, hidden)
         del hidden
     simulation._forget_casts(blocks, "loss")
-    whole = meta.empty(meter, (batch.rows, kept), "float32")
+    whole = meta.empty(meter, (batch.rows, answered), "float32")
     del outputs, labels, whole, inputs, forward
     simulation.mark("end", "")
