@@ -42,17 +42,17 @@ def find_sampling(data: Mapping[str, Any], reading: ConfigReading) -> str:
     stated = reading.get("task.objective")
     if stated is not None:
         return stated if find_objective(str(stated)).samples else ""
-    said = [key for key in OF_BOTH if key in data]
+    shared = [key for key in OF_BOTH if key in data]
     own = [key for key in OF_GRPO if key in data]
     rloo = [key for key in OF_RLOO if key in data]
     losses = data.get("loss_type") in LOSSES
     if rloo:
         return "rloo"
-    if not (said or own or losses):
+    if not (shared or own or losses):
         return ""
     if not (own or losses):
         reading.assume(
-            f"the file is GRPO's, as it has `{said[0]}` (`--set task.objective=rloo`: RLOO's)"
+            f"the file is GRPO's, as it has `{shared[0]}` (`--set task.objective=rloo`: RLOO's)"
         )
     return "grpo"
 

@@ -22,9 +22,9 @@ def log_probs_of_tokens(
 ) -> list[Tensor]:
     """What the model returns instead of logits, of all tokens but each row's last.
 
-    hidden: (rows, tokens, width); weight: (vocab, width). Every label counts, or the `answered` last
-    ones of each row (the others are -100). Each (rows, tokens - 1): log-probabilities of labels,
-    entropies, whether a label is likeliest.
+    hidden: (rows, tokens, width); weight: (vocab, width). Every label counts, or the `answered`
+    last ones of each row (the others are -100). Each (rows, tokens - 1): log-probabilities of
+    labels, entropies, whether a label is likeliest.
     """
     meter, (rows, tokens, width) = hidden.meter, hidden.shape
     earlier = narrow(hidden, 1, 0, tokens - 1)
