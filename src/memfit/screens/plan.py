@@ -92,7 +92,7 @@ def describe_recipe(plan: Plan) -> str:
     kind = " (selective)" if r.recompute == "selective" else ""
     part = f" + {r.selective_blocks} selective" if r.selective_blocks else ""
     part += f", {r.offload} offloaded" if r.offload != "none" else ""
-    rounded = " rounded by chance" if r.optimizer.stochastic_rounding else ""
+    rounded = " with stochastic rounding" if r.optimizer.stochastic_rounding else ""
     within = " in backward" if r.optimizer.in_backward else ""
     return (
         f"{whose}{_describe_objective(r)}{r.method}{adapter}, {r.precision}{rounded},"

@@ -264,7 +264,7 @@ def _on_cuda(
 
     add(
         Kind.FRAGMENTATION, "rounding", peaks.allocated - tensors,
-        "blocks are multiples of 512 B and keep rests of up to 1 MiB",
+        "blocks are multiples of 512 B and keep remainders of up to 1 MiB",
     )  # fmt: skip
     add(
         Kind.FRAGMENTATION, "cached", peaks.reserved - peaks.allocated,

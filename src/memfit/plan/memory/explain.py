@@ -106,7 +106,7 @@ def _logits(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 
 def _temporary(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
-    return f"freed by the operation that follows: {_units(nbytes, model, recipe)}"
+    return f"freed by the next operation: {_units(nbytes, model, recipe)}"
 
 
 def _input(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
@@ -132,7 +132,7 @@ def _workspace(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 
 def _rounding(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
-    return "blocks are multiples of 512 B and keep rests of up to 1 MiB; an estimate"
+    return "blocks are multiples of 512 B and keep remainders of up to 1 MiB; an estimate"
 
 
 def _gathered(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:

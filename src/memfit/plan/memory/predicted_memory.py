@@ -113,7 +113,7 @@ def with_blocks(ledger: Ledger, allocated: Mapping[Phase, int]) -> Ledger:
         entries += tensors
         if rest:
             kind, owner = ROUNDING
-            because = "blocks are multiples of 512 B and keep rests of up to 1 MiB"
+            because = "blocks are multiples of 512 B and keep remainders of up to 1 MiB"
             entry = Entry(kind=kind, phase=phase, owner=owner, nbytes=rest, because=because)
             entries.append(entry)
     return Ledger(entries=tuple(entries))

@@ -145,7 +145,7 @@ def describe_storage(request: Request, recipe: Recipe) -> str:
         return ""
     trained = "bf16" if recipe.trainable_dtype == "bfloat16" else "fp32"
     states_in = f"{family.state_bits} bits" if family.state_bits else trained
-    rounded = ", updates rounded by chance" if own.stochastic_rounding else ""
+    rounded = ", updates rounded stochastically" if own.stochastic_rounding else ""
     products = f"; products in {recipe.compute_dtype}" if recipe.autocast else ""
     if recipe.adapted:
         base = f"frozen base in {recipe.base_format}, adapters and gradients"
