@@ -47,7 +47,8 @@ OF_GROUPS = {  # where their keys mean something
 }
 OF_OWN = (  # no plan of another framework's step has them
     "lean", "qat", "selective_blocks", "optimizer.in_backward", "optimizer.stochastic_rounding",
-    "optimizer.decays", "optimizer.lora_plus", "regularisation.label_smoothing",
+    "optimizer.decays", "optimizer.lora_plus", "optimizer.layer_decay",
+    "regularisation.label_smoothing",
     "regularisation.z_loss", "regularisation.neftune_alpha",
 )  # fmt: skip
 OF_SCHEDULES = tuple(  # see export/test_exported_schedules.py

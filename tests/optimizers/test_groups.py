@@ -16,7 +16,8 @@ from memfit.records import from_data
 from memfit.records.recipe import Lora
 from memfit.records.request import Request
 from memfit.train.step.build import build_model, build_optimizer
-from tiny_models import CONFIGS, make_recipe
+from memfit.train.step.step import step
+from tiny_models import CONFIGS, make_batch, make_built, make_recipe, targets_of
 
 DECAYING = {"weight_decay": 0.1, "decays": "matrices"}
 
@@ -118,6 +119,57 @@ def test_a_plan_decays_what_trainers_do_unless_all_is_asked_for(keys, decays):
     }  # fmt: skip
     made = api.plan(from_data(data, Request, source="a test"), levers=False)
     assert made.recipe.optimizer.decays == decays
+
+
+def falling_rates(model, rate, decay):
+    """timm's rule (`param_groups_layer_decay`, after ELECTRA and BEiT), written out by name: layer
+    0 is the embedding, layer n + 1 what stands behind the n blocks, each layer's rate the next
+    one's times `decay`."""
+    last = len(model.model.layers) + 1
+    for name, parameter in model.named_parameters():
+        layer = last
+        if "embed" in name:
+            layer = 0
+        elif ".layers." in name:
+            layer = int(name.split(".layers.")[1].split(".")[0]) + 1
+        yield {"params": [parameter], "lr": rate * decay ** (last - layer),
+               "weight_decay": 0.0 if "norm" in name else 0.1}  # fmt: skip
+
+
+def test_rates_that_fall_with_the_layer_move_the_weights_as_torchs_own_groups_do():
+    settings = {"layer_decay": 0.7, "learning_rate": 1e-2, "implementation": "fused", **DECAYING}
+    recipe = make_recipe("llama", optimizer=settings)
+    built = make_built(recipe)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS["llama"]))
+    plain.load_state_dict(built.model.state_dict())
+    theirs = torch.optim.AdamW(falling_rates(plain, 1e-2, 0.7), betas=(0.9, 0.95), eps=1e-8)
+    for seed in range(3):
+        batch = make_batch(seed=seed)
+        set_rate(built.optimizer, 1e-2)
+        step(built, [batch], targets_of(batch))
+        logits = plain(batch.input_ids).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        if recipe.optimizer.clip_norm:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), recipe.optimizer.clip_norm)
+        theirs.step()
+        theirs.zero_grad()
+    rates = {group[RATE] for group in built.optimizer.param_groups}
+    layers = CONFIGS["llama"]["num_hidden_layers"]
+    assert sorted(rates) == pytest.approx([0.7**depth for depth in reversed(range(layers + 2))])
+    for name, weight in plain.named_parameters():
+        mine = dict(built.model.named_parameters())[name]
+        torch.testing.assert_close(mine, weight, rtol=1e-4, atol=1e-6)
+
+
+def test_rates_that_fall_with_the_layer_are_of_fused_updates():
+    settings = {"layer_decay": 0.7, "name": "sgd", "implementation": "loop"}
+    recipe = make_recipe("llama", optimizer=settings)
+    with pytest.raises(InvalidRequest, match=r"`optimizer.layer_decay: 0.7` with `sgd`, `loop`"):
+        build_model(recipe, "cpu")
+    data = {"model": CONFIGS["llama"], "framework": "trl", "optimizer": {"layer_decay": 0.7}}
+    with pytest.raises(InvalidRequest, match="is of memfit's own step"):
+        from_data(data, Request, source="a test")
 
 
 def test_a_higher_rate_of_matrices_that_are_not_there_is_refused():

@@ -119,6 +119,7 @@ KEYS = {
     "optimizer.weight_decay": "decoupled weight decay",
     "optimizer.decays": "all | matrices, which spares biases and norms; auto: matrices, as the"
     " Trainer of transformers",
+    "optimizer.layer_decay": "learning rate of a layer over that of the one above it; 0: one rate",
     "optimizer.lora_plus": "of lora and dora: learning rate of B over that of A, such as 16; 0: one"
     " rate",
     "optimizer.beta1": "AdamW's decay of the mean",

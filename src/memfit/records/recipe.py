@@ -61,6 +61,7 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
 LATE_IN_OPTIMIZER = {
     "in_backward": False, "stochastic_rounding": False, "warmup_ratio": 0.0, "floor": 0.0,
     "power": 0.0, "decay_ratio": 0.0, "decays": "all", "lora_plus": 0.0,
+    "layer_decay": 0.0,
 }  # fmt: skip
 # keys of `preference` that came later, and how older recipes stand
 LATE_IN_PREFERENCE = {
@@ -168,6 +169,7 @@ class Optimizer(Record, frozen=True, kw_only=True):
     decay_ratio: float = 0.0  # of wsd: share of all steps in which the rate falls
     decays: Decays = "all"  # what weight_decay is of
     lora_plus: float = 0.0  # rate of adapters' B over that of A (LoRA+); 0: they have one rate
+    layer_decay: float = 0.0  # rate of a layer over that of the one above it; 0: all have one
 
     def warmup(self, steps: int) -> int:
         """Return the warm-up steps of `steps` in all; a share is rounded up, as in transformers."""

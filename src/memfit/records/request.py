@@ -157,6 +157,7 @@ class OptimizerRequest(Record, frozen=True, kw_only=True):
     weight_decay: NotNegativeFloat = 0.0
     decays: Decays | Auto = "auto"  # auto: matrices of memfit's step; others' have their own ways
     lora_plus: NotNegativeFloat = 0.0  # rate of adapters' B over that of A; 0: one rate
+    layer_decay: Fraction = 0.0  # rate of a layer over that of the one above it; 0: one rate
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
     eps: PositiveFloat = 1e-8
@@ -420,12 +421,17 @@ class Request(Record, frozen=True, kw_only=True):
         if self.is_own:
             self._check_own()
             return
-        if self.optimizer.lora_plus:
-            raise InvalidRequest(
-                f"`optimizer.lora_plus: {self.optimizer.lora_plus:g}` is of memfit's own step, and"
-                f" `framework: {self.framework}` is asked for",
-                hint="use `framework: memfit`, or leave `optimizer.lora_plus` out",
-            )
+        self._check_others()
+
+    def _check_others(self) -> None:
+        """Refuse what only memfit's own step has."""
+        for name in ("lora_plus", "layer_decay"):
+            if value := getattr(self.optimizer, name):
+                raise InvalidRequest(
+                    f"`optimizer.{name}: {value:g}` is of memfit's own step, and"
+                    f" `framework: {self.framework}` is asked for",
+                    hint=f"use `framework: memfit`, or leave `optimizer.{name}` out",
+                )
         if self.regularisation != RegularisationRequest():
             raise InvalidRequest(
                 "`regularisation` is of memfit's own step, and"

@@ -23,6 +23,7 @@ from memfit.meta.attending.kernels import Heads, heads_of, refusal, usable
 from memfit.objectives import find_objective
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers.low_bit import can_round, check_rounding
+from memfit.optimizers.shared.groups import check_layer_decay
 from memfit.optimizers.shared.in_backward import refuse_in_backward
 from memfit.optimizers.shared.offloaded import check_offload
 from memfit.parallelism.context import KERNELS
@@ -518,6 +519,7 @@ def _optimizer(
             " device is a CPU",
             hint=f"use `{default_implementation(name, cuda=False)}`",
         )
+    check_layer_decay(requested.layer_decay, name, implementation, request.offload)
     return Optimizer(
         name=name,
         implementation=implementation,
@@ -525,6 +527,7 @@ def _optimizer(
         **requested.stated,
         decays=_find_decays(requested),
         lora_plus=requested.lora_plus,
+        layer_decay=requested.layer_decay,
         in_backward=requested.in_backward is True,
         stochastic_rounding=requested.stochastic_rounding is True or can_be_rounded,
     )

@@ -29,7 +29,7 @@ from memfit.families.capabilities.limits import check_limits
 from memfit.meta.attending.kernels import heads_of
 from memfit.optimizers import find_optimizer
 from memfit.optimizers.low_bit import check_rounding
-from memfit.optimizers.shared.groups import check_groups, group_parameters
+from memfit.optimizers.shared.groups import check_groups, find_depths, group_parameters
 from memfit.optimizers.shared.in_backward import check_in_backward
 from memfit.optimizers.shared.offloaded import check_offload
 from memfit.parallelism.context import share_tokens
@@ -148,7 +148,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     made = find_optimizer(recipe.optimizer).build(
         named.values(), recipe.optimizer, frozenset(p for name, p in named.items() if name in ends)
     )
-    group_parameters(made, {p: name for name, p in named.items()}, recipe.optimizer)
+    names = {p: name for name, p in named.items()}
+    group_parameters(made, names, recipe.optimizer, find_depths(declared))
     return made
 
 
