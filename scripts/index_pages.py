@@ -38,6 +38,11 @@ The budget of `make test` is 10 minutes on 2 quiet cores: about 1,150 CPU second
 `python bench/suite_times.py run tests/FOLDER` counts CPU seconds, those of child processes
 included, one folder at a time in one process; `read` shows where they went, of a whole run too.
 Seconds on a clock differ threefold with what else the machine does and are not compared.
+
+What `make test` proves is measured by putting small faults into what plans, certifies and trains:
+`python bench/mutation run`, with what it found in bench/results/mutation.json. Whoever marks cases
+`wide` puts the faults of their modules to it again (`--only PART_OF_A_FILE`); a case that alone
+noticed one stays.
 """,
     "bench": """# Benchmarks
 

@@ -225,6 +225,13 @@ def test_a_third_step_holds_what_the_second_holds() -> None:
     assert trace(recipe, CPU, steps=3).phases == trace(recipe, CPU, steps=2).phases
 
 
+def test_a_trace_has_as_many_steps_as_are_asked_for() -> None:
+    for steps in (1, 3):
+        phases = trace(make_recipe(), CPU, steps=steps).stretches
+        assert phases.count(Phase.FIRST_STEP) == 1
+        assert phases.count(Phase.OPTIMIZER_STEP) == steps - 1
+
+
 def test_two_traces_are_equal_event_by_event() -> None:
     recipe = make_recipe("qwen3", recompute_blocks=1)
     first, second = trace(recipe, CPU), trace(recipe, CPU)

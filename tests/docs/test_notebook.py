@@ -21,6 +21,7 @@ def outline(cell):
     return found
 
 
+@pytest.mark.wide  # `make check` runs them, too
 def test_every_cell_runs_and_shows_what_the_file_holds():
     made, held = json.loads(notebook_page.page()), json.loads(notebook_page.PAGE.read_text())
     assert len(held["cells"]) == len(made["cells"]) > 10

@@ -1,0 +1,188 @@
+"""Do the tests of `make test` notice small faults in what plans, certifies and trains?
+
+`python bench/mutation run` draws mutants from a seed (mutants.py), puts one after another into a
+copy of the tree, and runs, of the tests that reach its block, those that answer soonest, until one
+fails. It goes on where it was; `--again` puts survivors to more tests. Which tests reach what, and
+in how many CPU seconds, `python bench/mutation map FOLDER...` finds out once. Results stand in
+bench/results/mutation.json, `read` sums them up, and `check` runs all tests that killed something
+without a mutant: what fails there kills nothing.
+
+A mutant is put to some of the tests that could notice it: the share of killed ones is a lower
+bound. Survivors whose program does what the original does are named in equivalent.toml, with the
+reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from choosing import REACHED, choose, find_costs, find_reaching, find_speaking
+from mutants import GROUPS, ROOT, Mutant, draw, find_sites
+from running import LATE, Put, copy_tree, import_libraries, run_tests
+
+RESULT = ROOT / "bench" / "results" / "mutation.json"
+EQUIVALENT = Path(__file__).parent / "equivalent.toml"
+FEW = 20  # tests that reach a block, to which those are added that speak of its module
+STARTING, PATIENCE = (
+    240,
+    25,
+)  # seconds, and times the CPU seconds, that beside other work are enough
+
+
+def find_map(targets: list[str]) -> None:
+    REACHED.mkdir(parents=True, exist_ok=True)
+    for target in targets:
+        file = REACHED / (target.strip("/").replace("/", "+") + ".jsonl")
+        file.unlink(missing_ok=True)
+        python_path = os.pathsep.join(
+            [str(Path(__file__).parent), os.environ.get("PYTHONPATH", str(ROOT / "src"))]
+        )
+        asked = {"MEMFIT_REACHED": str(file), "PYTEST_ADDOPTS": "-p reached",
+                 "PYTHONPATH": python_path}  # fmt: skip
+        subprocess.run(
+            [sys.executable, str(ROOT / "bench" / "suite_times.py"), "run", target],
+            cwd=ROOT, env={**os.environ, **asked}, check=False,
+        )  # fmt: skip
+
+
+def read_rows() -> dict[str, dict[str, Any]]:
+    if not RESULT.exists():
+        return {}
+    return {row["mutant"]: row for row in json.loads(RESULT.read_text())["mutants"]}
+
+
+def write_rows(rows: dict[str, dict[str, Any]], seed: int) -> None:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    kept = {"seed": seed, "commit": commit, "mutants": [rows[name] for name in sorted(rows)]}
+    unfinished = RESULT.with_suffix(".partial")
+    unfinished.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(RESULT)
+
+
+def group_of(mutant: Mutant) -> str:
+    package = Path(mutant.file).parts[2]
+    return next(group for group, packages in GROUPS.items() if package in packages)
+
+
+def find_survivors(rows: dict[str, dict[str, Any]]) -> list[Mutant]:
+    """Those of the source as it is that no test noticed, or that took too long, perhaps for other
+    reasons."""
+    reasons = read_reasons()
+    names = {name for name, row in rows.items() if row["by"] in ("", LATE)} - set(reasons)
+    files = sorted({rows[name]["file"] for name in names})
+    return [m for file in files for m in find_sites(file) if m.name in names]
+
+
+def read_reasons() -> dict[str, str]:
+    """Why a mutant is equivalent, by name."""
+    return tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))
+
+
+def run(asked: argparse.Namespace) -> None:
+    rows = read_rows()
+    if asked.again:
+        left = [m for m in find_survivors(rows) if asked.only in m.file]
+    else:
+        drawn = draw(asked.seed, asked.each)
+        left = [m for m in drawn if m.name not in rows and asked.only in m.file]
+    print(f"{len(left)} mutants to run", flush=True)
+    import_libraries()
+    with tempfile.TemporaryDirectory(prefix="memfit-mutation-") as folder:
+        tree = copy_tree(Path(folder))
+        os.environ["PYTHONPATH"] = str(tree / "src")
+        costs = find_costs(tree)
+        reaching = find_reaching({(m.file, m.block) for m in left}, costs)
+        for mutant in left:
+            reached = reaching.get((mutant.file, mutant.block), [])
+            chosen = choose(mutant, reached, costs, asked.seconds)
+            if len(chosen) < FEW:
+                others = set(find_speaking(mutant, costs)) - set(chosen)
+                chosen += choose(mutant, sorted(others), costs, asked.seconds / 2)
+            limit = STARTING + PATIENCE * sum(costs[test] for test in chosen)
+            with Put(tree, mutant):
+                said = run_tests(tree, chosen, limit)
+            rows = read_rows()  # another process may have written
+            rows[mutant.name] = {
+                "mutant": mutant.name, "group": group_of(mutant), "file": mutant.file,
+                "line": mutant.line, "function": mutant.function, "kind": mutant.kind,
+                "reached_by": len(reached), "put_to": len(chosen), **said,
+            }  # fmt: skip
+            write_rows(rows, asked.seed)
+            print(f"{said['by'] or 'SURVIVED'}  <- {mutant.name}  {said['seconds']} s", flush=True)
+
+
+def check() -> None:
+    """Tests that killed a mutant, in the tree as it is."""
+    rows = read_rows()
+    tests = sorted({row["by"] for row in rows.values() if "::" in row["by"]})
+    import_libraries()
+    with tempfile.TemporaryDirectory(prefix="memfit-mutation-") as folder:
+        tree = copy_tree(Path(folder))
+        while tests:
+            said = run_tests(tree, tests, 3600)
+            if not said["by"]:
+                break
+            print(f"fails without a mutant: {said['by']}", flush=True)
+            tests.remove(said["by"])
+    print(f"{len(tests)} tests that killed pass without a mutant")
+
+
+def read() -> None:
+    reasons, rows = read_reasons(), read_rows()
+    counts: dict[str, Counter[str]] = {}
+    for name, row in rows.items():
+        outcome = "killed" if row["by"] else "equivalent" if name in reasons else "survived"
+        for key in (row["group"], row["kind"], "all"):
+            counts.setdefault(key, Counter())[outcome] += 1
+        if outcome != "killed":
+            print(
+                f"{outcome}: {name} in {row['function'] or 'the module'}, put to "
+                f"{row['put_to']} of {row['reached_by']} tests. {reasons.get(name, '')}"
+            )
+    for key, count in counts.items():
+        share = count["killed"] / max(1, count["killed"] + count["survived"])
+        print(
+            f"{key:12} {count['killed']:4} killed {count['survived']:4} survived "
+            f"{count['equivalent']:4} equivalent  {share:.1%}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    mapping = verbs.add_parser("map", help="which tests reach what")
+    mapping.add_argument("targets", nargs="+")
+    running = verbs.add_parser("run", help="put mutants to tests, going on where it was")
+    running.add_argument("--seed", type=int, default=1)
+    running.add_argument("--each", type=int, default=40, help="mutants of each group")
+    running.add_argument("--seconds", type=float, default=30, help="CPU seconds of tests, of each")
+    running.add_argument("--again", action="store_true", help="survivors alone")
+    running.add_argument("--only", default="", help="part of a file's name")
+    verbs.add_parser("check", help="run what killed without a mutant")
+    verbs.add_parser("read", help="the sums, and what survived")
+    asked = parser.parse_args()
+    match asked.verb:
+        case "map":
+            find_map(asked.targets)
+        case "run":
+            run(asked)
+        case "check":
+            check()
+        case _:
+            read()
+
+
+if __name__ == "__main__":
+    main()
