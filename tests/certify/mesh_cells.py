@@ -92,12 +92,12 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 EVERY = tuple(AXES)
 WEIGHTS = ("FSDP2", "copies")  # axes that cut weights and rows, and nothing within a row
 TRAINED: dict[str, tuple[str, ...]] = {
-    "LoRA": ("FSDP2", "copies", "cp", "pp"),
+    "LoRA": EVERY,
     "DoRA": ("FSDP2", "copies", "cp", "pp"),
-    "LoRA+": ("FSDP2", "copies", "cp", "pp"),
+    "LoRA+": EVERY,
     "LoRA over nf4": ("FSDP2", "copies", "cp", "pp"),
     "LoRA over int8": ("FSDP2", "copies", "cp", "pp"),
-    "DPO, adapter off": WEIGHTS,
+    "DPO, adapter off": (*WEIGHTS, "tp"),
     "DPO, reference before": (*WEIGHTS, "tp", "pp"),
     "SimPO": (*WEIGHTS, "tp", "pp"),
     "ORPO": (*WEIGHTS, "tp", "pp"),

@@ -33,7 +33,7 @@ HOLD_SCALARS = (Phase.FIRST_STEP, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
 TOLD = (
     "LoRA on pp", "DoRA on FSDP2", "AdamW in 8 bits on tp", "Lion on pp", "QAT on FSDP2",
     "label smoothing, z-loss on FSDP2", "LoRA over nf4 on pp", "ORPO on pp",
-    "SimPO on tp",
+    "DPO, adapter off on tp",
 )  # fmt: skip
 NAMES = [n if n in TOLD else pytest.param(n, marks=pytest.mark.wide) for n in RECIPES]
 

@@ -323,11 +323,20 @@ def test_a_collective_that_hangs_ends_in_an_error_within_its_time(runs, parallel
 
 
 @pytest.mark.slow
-@pytest.mark.wide  # the next test trains adapters on many ranks, too
-def test_adapters_on_many_ranks(runs):
-    want = runs.whole("lora alone", method="lora")
-    run = runs.whole("lora", method="lora", parallel=SHARDS)
-    same_learning(runs, "lora", run, want, "lora alone")
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pp": 2},  # each stage writes its part of the adapter's file
+        pytest.param(PRODUCTS, marks=pytest.mark.wide),  # the step is of tests/certify
+        pytest.param(SHARDS, marks=pytest.mark.wide),  # the next test has them
+    ],
+    ids=str,
+)
+def test_adapters_on_many_ranks(parallel, runs):
+    order = {"method": "lora", "config": {"num_hidden_layers": 2}, "even": True, "steps": 3}
+    want = runs.whole(f"lora alone {parallel}", **order, micro_batch=4)
+    run = runs.whole(f"lora {parallel}", **order, parallel=parallel, micro_batch=4)
+    same_learning(runs, f"lora {parallel}", run, want, f"lora alone {parallel}")
     assert len(run.ranks) == 2
 
 

@@ -32,7 +32,11 @@ OTHERWISE = "`parallel.dp_shard`, which cuts every family and every method"
 @lru_cache(maxsize=16384)  # names of one model's parameters, asked for by every mesh
 def cut_dim(name: str) -> int | None:
     """The dimension in which tp ranks cut a parameter of this name; None: each has all of it."""
-    *_, module, leaf = ("", *name.split("."))
+    *_, module, leaf = ("", *name.replace(".base_layer.", ".").split("."))
+    if module == "default":  # peft's: of A, what its product reads is cut, of B what it makes
+        *_, module, matrix, _, _ = name.split(".")
+        uncut = ROWS if matrix == "lora_A" else COLUMNS
+        return None if module in uncut else int(matrix == "lora_A")
     if module in ROWS:
         return 0
     return 1 if module in COLUMNS and leaf == "weight" else None
@@ -93,9 +97,15 @@ def find_degrees(recipe: Recipe, architecture: Architecture) -> list[int]:
 def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What of a recipe is not built for such ranks, and what to use instead."""
     name = recipe.optimizer.name
-    if recipe.adapted:
-        problem = f"`method: {recipe.method}` is not built where products are cut"
-        yield f"{problem}: peft's matrices stand beside them", f"use `method: full`, or {OTHERWISE}"
+    if recipe.method == "dora":
+        problem = "`method: dora` measures rows of weights, which are cut"
+        yield problem, f"use `method: lora`, or {OTHERWISE}"
+    if recipe.coding:
+        problem = f"`base_format: {recipe.base_format}` has codes of whole weights, which are cut"
+        yield problem, "use a base in 16 or 32 bits"
+    if recipe.adapted and recipe.lora.dropout:
+        problem = f"`lora.dropout: {recipe.lora.dropout:g}` would be drawn by each rank for itself"
+        yield problem, "use `lora.dropout: 0`"
     if recipe.rates or recipe.scores:
         yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
     if recipe.regularisation != Regularisation():
@@ -186,15 +196,56 @@ def _styles(block: nn.Module) -> dict[str, Any]:
         ),
         "mlp": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(whole,)),
     }
-    for name, _ in block.named_modules():
+    for name, module in block.named_modules():
         leaf = name.rpartition(".")[2]
+        adapted = hasattr(module, "base_layer")
+        base = f"{name}.base_layer" if adapted else name
         if leaf in ROWS:
-            styles[name] = ColwiseParallel()
+            styles[base] = ColwiseParallel()
+            if adapted:
+                styles[f"{name}.lora_A.default"] = _alone(None)
+                styles[f"{name}.lora_B.default"] = _alone(0)
         elif leaf in COLUMNS:
-            styles[name] = RowwiseParallel(output_layouts=tokens)
+            styles[base] = RowwiseParallel(output_layouts=tokens)
+            if adapted:
+                styles[f"{name}.lora_A.default"] = RowwiseParallel(output_layouts=tokens)
+                styles[f"{name}.lora_B.default"] = _alone(None)
         elif leaf in PER_HEAD:  # (batch, tokens, heads, head_dim)
             styles[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return styles
+
+
+def _alone(cut: int | None) -> Any:
+    """The style of an adapter's product that a rank makes without the others, of its own tokens or
+    with its own rows of the matrix; gradients of what is whole are sums over ranks.
+
+    cut: the dimension in which the matrix is cut; None: each rank has all of it.
+    """
+    from torch.distributed.tensor import Partial, Shard, distribute_module, distribute_tensor
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.nn import Parameter
+    from torch.nn.functional import linear
+
+    def partition(_: str, module: Any, mesh: Any) -> None:
+        if cut is not None:
+            parts = distribute_tensor(module.weight, mesh, [Shard(cut)], src_data_rank=None)
+            module.weight = Parameter(parts, requires_grad=module.weight.requires_grad)
+
+    class Alone(ParallelStyle):
+        """torch's styles would sum the gradient between the two products of an adapter."""
+
+        def _apply(self, module: Any, device_mesh: Any) -> Any:
+            made = distribute_module(module, device_mesh, partition)
+            sums = None if cut is not None else (Partial(),)
+
+            def forward(x: Any) -> Any:
+                own = x.to_local(grad_placements=(Partial(),)) if hasattr(x, "to_local") else x
+                return linear(own, made.weight.to_local(grad_placements=sums))
+
+            made.forward = forward
+            return made
+
+    return Alone()
 
 
 @contextmanager

@@ -133,16 +133,27 @@ def module(
     return call
 
 
-def project(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
-    """A projection: Linear or Conv1D, with its bias and its adapter when it has them."""
+def unchanged(x: Tensor) -> Tensor:
+    """Of products that each rank makes whole."""
+    return x
+
+
+def project(
+    forward: Forward, weights: Weights, name: str, x: Tensor,
+    sum_parts: Callable[[Tensor], Tensor] = unchanged,
+) -> Tensor:  # fmt: skip
+    """A projection: Linear or Conv1D, with its bias and its adapter when it has them.
+
+    sum_parts: what ranks do with a product of which each has a part.
+    """
     if name in OUTSIDE and forward.lean:  # only products of blocks are lean
         forward = msgspec.structs.replace(forward, lean=())
     if name == forward.only_added:
         with forward.meter.forgetting():
-            return _plain(forward, weights, name, x)
+            return sum_parts(_plain(forward, weights, name, x))
     if f"{name}.lora_A.default.weight" in weights:
-        return _adapted(forward, weights, name, x)
-    return _plain(forward, weights, name, x)
+        return _adapted(forward, weights, name, x, sum_parts)
+    return sum_parts(_plain(forward, weights, name, x))
 
 
 @module
@@ -166,9 +177,12 @@ def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 @module
-def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
+def _adapted(
+    forward: Forward, weights: Weights, name: str, x: Tensor,
+    sum_parts: Callable[[Tensor], Tensor] = unchanged,
+) -> Tensor:  # fmt: skip
     """LoRA: base(x) + B(A(x)) * scaling, in the dtype of base(x); DoRA where there are lengths."""
-    result = _plain(forward, weights, f"{name}.base_layer", x)
+    result = sum_parts(_plain(forward, weights, f"{name}.base_layer", x))
     down, up = (
         weights[f"{name}.lora_A.default.weight"],
         weights[f"{name}.lora_B.default.weight"],
@@ -187,6 +201,7 @@ def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor
         x = meta.cast(x, down.dtype)
     with forward.meter.forgetting():
         low = _matrix(forward, down, _drop(forward, x) if forward.adapter_dropout else x)
+        low = sum_parts(low)
         delta = _matrix(forward, up, low)
     del low
     scaled = meta.scale(delta)

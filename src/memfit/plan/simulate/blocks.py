@@ -426,7 +426,9 @@ class Simulation:
             plain = replace(forward, adapter_dropout=False)
             hidden = _backbone(self._with_attention(plain), self, outside, self.base, [])
             self.mark("reference", "loss")
-            reference = row_log_probs(forward, outside, hidden, labels, chunk)
+            reference = row_log_probs(
+                forward, outside, hidden, labels, chunk, cut=self._cuts_vocabulary
+            )
             del hidden, outside, plain
             self.mark("embedding", "embedding")
         hidden = _backbone(
@@ -443,11 +445,15 @@ class Simulation:
         """(rows,) of what is compared: scores, or log-probabilities."""
         if self.setting.architecture.scores:
             return row_scores(forward, self.outside, hidden, inputs.labels)
-        setting = self.setting
-        cut = setting.sharding is not None and setting.sharding.tp > 1
         return row_log_probs(
-            forward, self.outside, hidden, inputs.labels, setting.chunk, inputs.context, cut=cut
-        )
+            forward, self.outside, hidden, inputs.labels, self.setting.chunk, inputs.context,
+            cut=self._cuts_vocabulary,
+        )  # fmt: skip
+
+    @property
+    def _cuts_vocabulary(self) -> bool:
+        """Whether ranks share products, the head's too."""
+        return self.setting.sharding is not None and self.setting.sharding.tp > 1
 
     def judge_pairs(self, forward: Forward, inputs: Inputs, hidden: Tensor) -> Tensor:
         """The loss of pairs whose reference, if any, comes with the batch."""

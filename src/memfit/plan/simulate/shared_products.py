@@ -86,8 +86,7 @@ def _mlp(forward: Forward, weights: Weights, x: Tensor, tp: int) -> Tensor:
 
 @module
 def _summed(forward: Forward, weights: Weights, name: str, x: Tensor, *, tp: int) -> Tensor:
-    part = project(forward, weights, name, x)
-    return tensor_parallel.sum_tokens(part, tp)
+    return project(forward, weights, name, x, lambda part: tensor_parallel.sum_tokens(part, tp))
 
 
 @module

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.adapters.shared.peft_layers import PREFIX
+from memfit.adapters.shared.peft_layers import PREFIX, stored_name
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.libraries import quiet_import
 from memfit.families import family_of
@@ -228,6 +228,9 @@ def _save_adapter(folder: Path, built: Built) -> None:
     with warnings.catch_warnings():  # peft calls what transformers has renamed
         warnings.simplefilter("ignore", FutureWarning)
         model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+    if state is not None and built.recipe.parallel.pp > 1:  # peft keeps its own modules' alone
+        named = {stored_name(name): tensor for name, tensor in state.items()}
+        save_file(named, folder / ADAPTER, metadata={"format": "pt"})
     if built.recipe.scores:
         _add_score(folder / ADAPTER, built, state)
 
