@@ -20,7 +20,8 @@ HEAD = """## Techniques on the axes of a mesh
 {share} (`python scripts/mesh_table.py`).
 A cell is *yes* where two ranks on gloo train to the losses, gradients and norms of one process
 (fp32: to 1e-5), hold what their certificates say in every phase, to the byte, and what is predicted
-in closed form: [one test does all three]({link}). *ours*: torch has
+in closed form: [one test does all three]({link}); of compiled
+blocks, what they keep is, as on one device. *ours*: torch has
 the parts, and memfit's step does not put them together. *torch*: the library itself does not run
 there; such cells are not counted. `copies` are FSDP2's replicas (HSDP), and `ep` would be experts
 cut among ranks: torch has the exchange (`all_to_all_single_autograd`) and no style for it.

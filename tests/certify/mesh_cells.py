@@ -109,7 +109,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
     "Lion": EVERY,
     "QAT": ("FSDP2", "copies", "cp", "pp"),
     "fp8": (),
-    "compiled blocks": (),
+    "compiled blocks": ("FSDP2", "copies", "pp"),
     "label smoothing, z-loss": ("FSDP2", "copies", "cp", "pp"),
     "NEFTune": (),
 }  # fmt: skip

@@ -14,7 +14,8 @@ import signal
 import sys
 import traceback
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch.distributed.tensor
 from msgspec.structs import replace
 from tiny_steps import watch_real_step
 
+from memfit.certify.tracing.partitioned import Partitioned
 from memfit.certify.tracing.trace_step import worst_shapes
 from memfit.parallelism.context import own_parts
 from memfit.parallelism.shards import local_shape
@@ -147,7 +149,28 @@ def run(recipe: Recipe, rank: int) -> dict[str, Any]:
             "evaluation": (held_out.item(), targets.item())}  # fmt: skip
 
 
+@contextmanager
+def graphs_one_by_one() -> Iterator[None]:
+    """Compiled blocks run their graphs operator by operator, as certificates trace them: nobody
+    sees what the compiler's own kernels allocate, and they take a minute to be made."""
+    made: dict[Any, Any] = {}
+
+    def cut(function: Any, **options: Any) -> Partitioned:
+        return Partitioned(function, options.get("options", {}), made)
+
+    compile_, torch.compile = torch.compile, cut
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
 def answer(recipe: Recipe, rank: int) -> dict[str, Any]:
+    with graphs_one_by_one() if recipe.compile == "blocks" else nullcontext():
+        return _answer(recipe, rank)
+
+
+def _answer(recipe: Recipe, rank: int) -> dict[str, Any]:
     live = watch_real_step(recipe, worst_shapes(recipe), fill=fill, inside=without_gloo)
     phases = {p: n for p, n in live.peaks.items() if p is not Phase.LOAD}
     kinds = {phase: live.ledger().by_kind(phase) for phase in phases}
@@ -160,7 +183,8 @@ def alone(recipe: Recipe) -> dict[str, Any]:
     whole = replace(
         recipe, parallel=Parallel(), micro_batch=recipe.micro_batch * world, offload="none"
     )
-    return run(whole, 0)
+    with graphs_one_by_one() if recipe.compile == "blocks" else nullcontext():
+        return run(whole, 0)
 
 
 def be_rank(rank: int, world: int, recipes: list[Recipe], folder: Path) -> None:

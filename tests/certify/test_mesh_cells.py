@@ -29,11 +29,13 @@ RECIPES = {name_cell(*cell): make_cell(*cell) for cell in CELLS}
 CPU = catalog.find_device("cpu-x86")
 SCALARS = 16  # bytes of 0-dim results that a step's caller may still hold
 HOLD_SCALARS = (Phase.FIRST_STEP, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
+# a plan says what compiled blocks keep; their operators, one by one, hold more meanwhile
+WITHIN_BLOCKS = (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE)
 # cells whose parts no other test runs; the rest is of the wide suite
 TOLD = (
     "LoRA on pp", "DoRA on FSDP2", "AdamW in 8 bits on tp", "Lion on pp", "QAT on FSDP2",
     "label smoothing, z-loss on FSDP2", "LoRA over nf4 on pp", "ORPO on pp",
-    "DPO, adapter off on tp",
+    "DPO, adapter off on tp", "compiled blocks on FSDP2",
 )  # fmt: skip
 NAMES = [n if n in TOLD else pytest.param(n, marks=pytest.mark.wide) for n in RECIPES]
 
@@ -58,8 +60,12 @@ def test_a_cell_trains_as_one_process_and_holds_what_is_certified_and_predicted(
     for rank, fake in enumerate(traced):
         predicted = predict_memory(model, recipe, CPU, rank)
         for phase in fake.phases.keys() - {Phase.LOAD, Phase.SAVE}:
+            nbytes = fake.phases[phase]
+            if recipe.compile == "blocks" and phase in WITHIN_BLOCKS:  # as on one device
+                assert 0.85 * nbytes < predicted.live(phase) < 1.02 * nbytes, phase
+                continue
             slack = SCALARS if phase in HOLD_SCALARS else 0
-            assert predicted.live(phase) == pytest.approx(fake.phases[phase], abs=slack), phase
+            assert predicted.live(phase) == pytest.approx(nbytes, abs=slack), phase
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -84,6 +84,9 @@ def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, 
     if a.head_dim % 8:
         problem = f"the flash kernel takes heads of a multiple of 8, and `{name}` has {a.head_dim}"
         yield problem, f"use {OTHERWISE}"
+    if recipe.compile != "none":
+        problem = f"`compile: {recipe.compile}` keeps more of torch's ring than is predicted"
+        yield problem, "use `compile: none`"
     if recipe.compares:
         yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
     if recipe.offload == "activations":

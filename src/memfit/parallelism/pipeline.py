@@ -120,8 +120,6 @@ def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, 
     if recipe.references:
         problem = "the reference of `preference.reference: adapter-off` would be a second forward"
         yield f"{problem} through all stages", "use `preference.reference: precomputed`"
-    if recipe.compile != "none":
-        yield f"`compile: {recipe.compile}` is not built for stages", "use `compile: none`"
     if recipe.offload != "none":
         yield f"`offload: {recipe.offload}` is not built for stages", "use `offload: none`"
     if recipe.optimizer.in_backward:

@@ -111,6 +111,9 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.regularisation != Regularisation():
         problem = "`regularisation` takes whole rows of logits and tokens, which are cut"
         yield problem, "leave `regularisation` out"
+    if recipe.compile != "none":
+        problem = f"`compile: {recipe.compile}` would take shared products into its graph"
+        yield problem, "use `compile: none`"
     if recipe.qat:
         problem = f"`qat: {recipe.qat}` rounds by the largest weight of a row, which is cut"
         yield problem, "leave `qat` out"

@@ -92,7 +92,5 @@ def why_not_compiled(model: Model, recipe: Recipe) -> str:
         ),
         "`optimizer.in_backward`: a compiled backward gives all of a block's gradients at"
         " once": recipe.optimizer.in_backward,
-        f"{recipe.parallel.world} ranks, whose gathering has not been traced around compiled"
-        " blocks": recipe.parallel.world > 1,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
