@@ -97,15 +97,7 @@ def find_degrees(recipe: Recipe, architecture: Architecture) -> list[int]:
 def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What of a recipe is not built for such ranks, and what to use instead."""
     name = recipe.optimizer.name
-    if recipe.method == "dora":
-        problem = "`method: dora` measures rows of weights, which are cut"
-        yield problem, f"use `method: lora`, or {OTHERWISE}"
-    if recipe.coding:
-        problem = f"`base_format: {recipe.base_format}` has codes of whole weights, which are cut"
-        yield problem, "use a base in 16 or 32 bits"
-    if recipe.adapted and recipe.lora.dropout:
-        problem = f"`lora.dropout: {recipe.lora.dropout:g}` would be drawn by each rank for itself"
-        yield problem, "use `lora.dropout: 0`"
+    yield from _refused_adapters(recipe)
     if recipe.rates or recipe.scores:
         yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
     if recipe.regularisation != Regularisation():
@@ -131,6 +123,18 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if not find_optimizer(recipe.optimizer).updates_parts:
         problem = f"`optimizer.name: {name}` is not proven on shards of parts"
         yield problem, f"use one of {', '.join(optimizers_that('updates_parts'))}"
+
+
+def _refused_adapters(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.method == "dora":
+        problem = "`method: dora` measures rows of weights, which are cut"
+        yield problem, f"use `method: lora`, or {OTHERWISE}"
+    if recipe.coding:
+        problem = f"`base_format: {recipe.base_format}` has codes of whole weights, which are cut"
+        yield problem, "use a base in 16 or 32 bits"
+    if recipe.adapted and recipe.lora.dropout:
+        problem = f"`lora.dropout: {recipe.lora.dropout:g}` would be drawn by each rank for itself"
+        yield problem, "use `lora.dropout: 0`"
 
 
 def split_products(
