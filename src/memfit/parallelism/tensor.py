@@ -242,7 +242,7 @@ def _alone(cut: int | None) -> Any:
         """torch's styles would sum the gradient between the two products of an adapter."""
 
         def _apply(self, module: Any, device_mesh: Any) -> Any:
-            made = distribute_module(module, device_mesh, partition)
+            made: Any = distribute_module(module, device_mesh, partition)
             sums = None if cut is not None else (Partial(),)
 
             def forward(x: Any) -> Any:
