@@ -104,7 +104,7 @@ def run(case: dict[str, Any]) -> dict[str, int]:
         **{key: case[key] for key in (
             "num_generations", "steps_per_generation", "num_iterations", "beta", "loss_type",
             "temperature", "importance_sampling_level", "top_k", "top_p", "min_p",
-            "repetition_penalty", "top_entropy_quantile", "entropy_coef", "scale_rewards",
+            "repetition_penalty", "entropy_coef", "scale_rewards",
             "mask_truncated_completions", "optim", "delta",
         ) if key in case},
     }  # fmt: skip
