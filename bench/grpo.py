@@ -57,7 +57,6 @@ OF_LLAMA: dict[str, dict[str, Any]] = {
     "eager": {"attn": "eager", "padded": True, "lora": True},
     "rloo, reference": {"objective": "rloo", "beta": 0.05, "lora": True, "padded": True},
     "rloo, two models": {"objective": "rloo", "beta": 0.05, "precision": "bf16-mixed"},
-    "8-bit states": {"optim": "adamw_8bit", "lora": True, "mask_truncated_completions": True},
 }  # fmt: skip
 FAMILIES = (
     "llama", "mistral", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "gpt2", "olmo2",
@@ -113,7 +112,6 @@ def ask(case: dict[str, Any]) -> dict[str, Any]:
             **{key: case[key] for key in sampling if key in case},
         },
         "policy": {key: case[key] for key in policy if key in case},
-        "optimizer": {"name": "adamw8bit" if case.get("optim") else "adamw"},
         **own,
     }  # fmt: skip
 

@@ -205,3 +205,52 @@ def test_the_same_training_in_memfits_own_step(tmp_path: Path) -> None:
     assert plan.recipe.is_own
     assert plan.recipe.objective == "grpo"
     assert plan.recipe.rollout.max_completion_length == 512
+
+
+VLLM = "use_vllm: true\nvllm_max_model_length: 768\n"
+
+
+def test_vllms_keys_are_read(tmp_path: Path) -> None:
+    checked, plan = check(
+        tmp_path,
+        VLLM + "vllm_gpu_memory_utilization: 0.4\nvllm_enable_sleep_mode: true\n"
+        "vllm_importance_sampling_correction: false\nvllm_importance_sampling_mode: token_mask\n",
+    )
+    assert not checked.undescribed
+    options = plan.recipe.options
+    assert options["engine"] == "vllm-colocate"
+    assert options["vllm_gpu_memory_utilization"] == 0.4
+    assert options["vllm_enable_sleep_mode"] is True
+    assert options["vllm_importance_sampling_correction"] is False
+    assert plan.memory.verdict == "unproven"
+    assert judge(checked, plan).exit_code == 0
+    _, usual = check(tmp_path, VLLM)
+    assert usual.recipe.options["vllm_gpu_memory_utilization"] == 0.3
+
+
+def test_a_server_is_elsewhere_and_no_vllm_has_no_share(tmp_path: Path) -> None:
+    checked, plan = check(tmp_path, VLLM + "vllm_mode: server\nvllm_server_host: a.b\n")
+    assert plan.memory.verdict == "fits"
+    assert any("vLLM runs on other devices" in line for line in checked.assumed)
+    _, plan = check(tmp_path, "vllm_gpu_memory_utilization: 0.9\n")
+    assert plan.recipe.options["engine"] == "transformers"
+    with pytest.raises(InvalidRequest, match="TRL has `colocate` and `server`"):
+        check(tmp_path, VLLM + "vllm_mode: beside\n")
+
+
+def test_a_prompts_bound_is_what_vllms_longest_row_leaves(tmp_path: Path) -> None:
+    text = FILE.replace("max_prompt_length: 256\n", "")
+    _, plan = check(tmp_path, "use_vllm: true\nvllm_max_model_length: 700\n", text=text)
+    assert plan.recipe.rollout.max_prompt_length == 188
+
+
+def test_sleep_and_a_smaller_share_are_changes_of_the_files_own_keys(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(FILE + VLLM + "vllm_gpu_memory_utilization: 0.8\n")
+    data: dict[str, Any] = {**H100, "limits": {"memory": "60 GiB"}}
+    _, plan = api.check([path], dict(data))
+    assert plan.memory.verdict == "does_not_fit"
+    changes = api.find_changes([path], dict(data), plan)
+    keys = [{one.key: one.after for one in change.edited} for change in changes]
+    assert any("vllm_gpu_memory_utilization" in key for key in keys)
+    assert {change.keeps for change in changes} == {"the same training"}

@@ -11,6 +11,7 @@ from typing import Any
 
 from memfit.check import ConfigReading
 from memfit.check.keys import ConfigKeys
+from memfit.check.smaller_changes import SAME, Edit
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import find_objective
 
@@ -35,6 +36,15 @@ QUIET = (
     "max_length", "transformers_continuous_batching_config",
 )  # fmt: skip
 ASSUMED_PROMPT = 512
+SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)  # of the device, vLLM's
+OF_SERVER = (
+    "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
+    "vllm_group_port", "vllm_model_impl", "vllm_structured_outputs_regex",
+    "vllm_guided_decoding_regex", "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_mode",
+)  # fmt: skip
+ENGINE_TRUTHS = ("vllm_enable_sleep_mode", "vllm_importance_sampling_correction")
 
 
 def find_sampling(data: Mapping[str, Any], reading: ConfigReading) -> str:
@@ -82,6 +92,7 @@ def read_rollouts(taken: ConfigKeys, reading: ConfigReading, objective: str) -> 
     elif objective == "grpo" and loss not in LOSSES:
         taken.leave("loss_type", loss, f"TRL's own: {', '.join(LOSSES)}", "states")
     _read_batches(taken, reading)
+    _read_engine(taken, reading)
     _leave(taken)
     taken.drop(QUIET)
 
@@ -130,6 +141,32 @@ def _read_batches(taken: ConfigKeys, reading: ConfigReading) -> None:
     reading.later.append(settle)
 
 
+def _read_engine(taken: ConfigKeys, reading: ConfigReading) -> None:
+    """vLLM on the same devices, on others, or none."""
+    mode = taken("vllm_mode", "colocate")
+    uses = taken("use_vllm", False)
+    taken.drop(OF_SERVER)
+    numbers = {
+        "vllm_gpu_memory_utilization": float, "vllm_tensor_parallel_size": int,
+        "vllm_max_model_length": int,
+    }  # fmt: skip
+    found = {key: taken(key, kind=kind) for key, kind in numbers.items()}
+    found |= {key: taken(key, kind=bool) for key in ENGINE_TRUTHS}
+    if not uses or reading.own:
+        return
+    if mode not in ("colocate", "server"):
+        raise InvalidRequest(
+            f"`vllm_mode: {mode}` in `{taken.file}`: TRL has `colocate` and `server`",
+            hint="`vllm_mode: colocate` shares the training devices",
+        )
+    reading.put("options.engine", f"vllm-{mode}")
+    for key, value in found.items():
+        if value is not None:
+            reading.put(f"options.{key}", value)
+    if mode == "server":
+        reading.assume("vLLM runs on other devices, whose memory is not counted")
+
+
 def _leave(taken: ConfigKeys) -> None:
     """Note what else holds memory, and is not described."""
     engine = "an engine that generates, beside the trained model"
@@ -145,3 +182,19 @@ def _leave(taken: ConfigKeys) -> None:
     )
     taken.leave_unless("cast_lm_head_to_fp32", (False,), "the head is widened", "blocks")
     taken.leave_unless("max_tool_calling_iterations", (None, 0), "answers of several turns", "step")
+
+
+def edit_engine(data: Mapping[str, Any]) -> list[Edit]:
+    """What makes vLLM's share smaller between rollouts, or altogether: its own keys."""
+    if not data.get("use_vllm") or data.get("vllm_mode", "colocate") != "colocate":
+        return []
+    edits = []
+    if not data.get("vllm_enable_sleep_mode"):
+        edits.append(Edit({"vllm_enable_sleep_mode": True}, SAME))
+    share = data.get("vllm_gpu_memory_utilization", 0.3)
+    if isinstance(share, float):
+        edits += [
+            Edit({"vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": smaller}, SAME)
+            for smaller in SHARES if smaller < share
+        ]  # fmt: skip
+    return edits

@@ -112,7 +112,7 @@ def _relax(groups: Sequence[Group], predict: Predict) -> tuple[Chosen, Plan] | N
     None where not even the strongest edits of all fit.
     """
     chosen, fitting = _find_strongest(groups, predict)
-    if fitting is None or fitting.memory.verdict != "fits":
+    if fitting is None or not fitting.memory.is_within:
         return None
     for group in sorted(groups, key=lambda group: -group.rank):
         without = {other: edit for other, edit in chosen.items() if other is not group}
@@ -155,7 +155,7 @@ def _predict(chosen: Chosen, predict: Predict) -> Plan | None:
 def _try(chosen: Chosen, predict: Predict) -> Plan | None:
     """The prediction where it fits."""
     plan = _predict(chosen, predict)
-    return plan if plan is not None and plan.memory.verdict == "fits" else None
+    return plan if plan is not None and plan.memory.is_within else None
 
 
 def _tell(

@@ -205,7 +205,7 @@ def check_command(
     found = api.diagnose(message, plan) if message else None
     answer = api.judge(checked, plan, found)
     smallest: tuple[Change, ...] = ()
-    if plan.memory.verdict != "fits":
+    if not plan.memory.is_within:
         smallest = api.find_changes(files, data, plan, config, checked.left_out)
     if patch:
         _print_patch(smallest, plan, note(quiet))

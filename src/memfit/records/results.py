@@ -44,6 +44,13 @@ class Memory(Record, frozen=True, kw_only=True):
         """The bytes that are held against the usable line; None is unknown."""
         return self.peak_allocated if self.device_total is None else self.device_total
 
+    @property
+    def is_within(self) -> bool:
+        """Whether the whole range is usable, proven or not: no recipe has to change."""
+        high, usable = self.total_high, self.usable
+        within = high is not None and usable is not None and high <= usable
+        return self.verdict == "fits" or (self.verdict == "unproven" and within)
+
     def draw(self, subject: str, tables: Sequence[tuple[str, Sequence[Sequence[str]]]]) -> str:
         """HTML of the verdict, the bar and tables, for a notebook."""
         kinds = {kind.value: n for kind, n in sum_by_kind(self.entries).items()}

@@ -67,7 +67,7 @@ def show_check(
         _head_changes(checked): [_say(one) for one in smallest] or [NO_CHANGE],
         OF_FILES: checked.assumed,
     }
-    if plan.memory.verdict == "fits":
+    if plan.memory.is_within:
         del lists[_head_changes(checked)]
     if not why:
         _show_short(console, checked, plan, verdict, lists)

@@ -29,7 +29,7 @@ from memfit.check.hugging_face import (
 from memfit.check.kernels import read_liger
 from memfit.check.keys import ConfigKeys
 from memfit.check.keys.trl import ANOTHER, MOVED, STILL
-from memfit.check.rollouts import find_sampling, read_rollouts
+from memfit.check.rollouts import edit_engine, find_sampling, read_rollouts
 from memfit.check.smaller_changes import ROUNDED, Edit
 
 EARLY = "precompute_ref_log_probs"
@@ -63,6 +63,7 @@ class TrlReader(Reader):
         length, tokens = "max_length", 1024
         if find_sampling(data, ConfigReading({})):
             length, tokens = "max_completion_length", 512
+            yield edit_engine(data)
         yield from edit_steps(
             data,
             micro="per_device_train_batch_size",

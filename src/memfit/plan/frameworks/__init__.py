@@ -240,6 +240,11 @@ class Framework(ABC):
         del recipe
         return ()
 
+    def doubt(self, recipe: Recipe) -> str:
+        """Why a step that is predicted to fit is not known to; "" of all that is described."""
+        del recipe
+        return ""
+
     def waiting(self, job: Job) -> tuple[int, str]:
         """Bytes that the allocator holds beside the peak's, and why.
 

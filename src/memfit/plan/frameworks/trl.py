@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import ClassVar, final
 
 from memfit.plan.frameworks import Knob, frameworks
+from memfit.plan.frameworks.hugging_face.engines import doubt_engine
 from memfit.plan.frameworks.hugging_face.pairs import BY_VERSION, TILED, WHOSE
 from memfit.plan.frameworks.hugging_face.sampled import SAMPLED_KNOBS
 from memfit.plan.frameworks.hugging_face.step import HfFramework, hf_knobs, shared_values
+from memfit.records.recipe import Recipe
 
 
 @final
@@ -43,6 +45,10 @@ class Trl(HfFramework):
         ),
         **SAMPLED_KNOBS,
     }  # fmt: skip
+
+    def doubt(self, recipe: Recipe) -> str:
+        """See `Framework.doubt`."""
+        return doubt_engine(recipe) if recipe.samples else ""
 
 
 frameworks.register("trl")(Trl())

@@ -80,6 +80,8 @@ def describe_ledger(
     if waits:
         reason += f"; beside it {show_gib(waits)} of {why}, given back before memory runs out"
     reason += f"; context {outside.because}" if outside else "; the context is unknown"
+    if (doubt := framework.doubt(recipe)) and verdict != "does_not_fit":
+        verdict, reason = "unproven", f"{doubt}; {reason}"
     if assumed := device.describe_assumed(usable):
         reason += f"; the limit is {assumed}"
     return Memory(

@@ -21,6 +21,14 @@ from memfit.families.capabilities.kv_cache import layer_caches
 from memfit.meta import Tensor
 from memfit.meta.losses.selected import sum_all
 from memfit.plan.frameworks import Job, Knob
+from memfit.plan.frameworks.hugging_face.engines import (
+    ENGINE_KNOBS,
+    OWN,
+    check_engine,
+    engine_of,
+    hold_engine,
+    scores_sampled,
+)
 from memfit.plan.frameworks.shared.assembly import Held, rounded
 from memfit.plan.simulate.blocks import Parts
 from memfit.plan.simulate.sampled.grown import (
@@ -46,6 +54,7 @@ SAMPLED_KNOBS = {
         default=0, means="of objectives that sample: micro-batches of a rank that one rollout"
         " serves (0: those of an optimizer's step)",
     ),
+    **ENGINE_KNOBS,
 }  # fmt: skip
 
 
@@ -122,6 +131,7 @@ def scored_phases(recipe: Recipe) -> tuple[Phase, ...]:
     """The passes without a gradient: of the policy where a rollout outlives a step of it."""
     every = steps_of(recipe) * recipe.policy.num_iterations
     old = recipe.accumulation % every != 0 or recipe.objective == "rloo"
+    old = old or scores_sampled(recipe)
     return (*([Phase.SCORE] if old else []), *([Phase.REFERENCE] if recipe.policy.beta else []))
 
 
@@ -150,7 +160,10 @@ class Rollout(NamedTuple):
             trained = [w.nbytes for w in self.model.weights if w.trainable]
             level.add(hold((Kind.GRADIENTS, "blocks"), trained, self.job.device))
         held = dict(level.live)
-        self._generate(level)
+        if engine_of(recipe) == OWN:
+            self._generate(level)
+        else:
+            self._wait_for_engine(level)
         level.reset(dict(held))
         level.add({(Kind.INPUT, ROLLOUT): JOINED * self._row_bytes})
         for phase in scored_phases(recipe):
@@ -178,6 +191,13 @@ class Rollout(NamedTuple):
             self._run(level, Phase.DECODE, one)
             level.reset(held)
 
+    def _wait_for_engine(self, level: Level) -> None:
+        """vLLM samples: beside what the trainer holds, and its own weights where they were gone."""
+        sampling, resting = hold_engine(self.job)
+        more = {part: nbytes for part, (nbytes, _) in sampling.items() if part not in resting}
+        level.add(more)
+        level.note(Phase.DECODE)
+
     @property
     def key_dtype(self) -> str:
         """Of keys and values: autocast's, where that is on, else the embedding's."""
@@ -203,6 +223,8 @@ class Rollout(NamedTuple):
 
     def explain(self) -> dict[tuple[Kind, str], str]:
         """Why the cache is as large as it is."""
+        if engine_of(self.job.recipe) != OWN:
+            return {part: why for part, (_, why) in hold_engine(self.job)[0].items()}
         generation, a = describe_generation(self.job.recipe), self.model.architecture
         each = sum(x.heads * (x.key + x.value) for x in layer_caches(a))
         each *= DTYPE_BYTES[self.key_dtype]
@@ -258,6 +280,7 @@ def check_rollouts(job: Job) -> None:
     ):  # fmt: skip
         if wrong:
             raise InvalidRequest(f"{under} {what} is not described", hint=hint)
+    check_engine(job)
     steps, group = int(recipe.options["steps_per_generation"]), recipe.rollout.num_generations
     if steps < 0:
         raise InvalidRequest(

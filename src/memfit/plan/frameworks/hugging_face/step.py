@@ -26,6 +26,7 @@ from memfit.meta.losses.cross_entropy import cross_entropy_sum
 from memfit.meta.losses.fused import cut_loss, liger_loss, shift_labels
 from memfit.meta.losses.tiled import log_probs_of_tokens, tiled_loss
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, TimeTraits
+from memfit.plan.frameworks.hugging_face.engines import hold_engine
 from memfit.plan.frameworks.hugging_face.kernels import LIGER_KNOBS, check_kernels, kernels_of
 from memfit.plan.frameworks.hugging_face.masks import (
     MASK_KNOBS,
@@ -384,6 +385,7 @@ def predict_hf(job: Job) -> Ledger:
     if not recipe.samples:
         return assemble(job, simulated, load=weights, held=held, update=update)
     rollout = Rollout(job, model, simulated.setting, simulated.counts)
+    held |= hold_engine(job)[1]
     return assemble(
         job, simulated, load=weights, held={**held, **hold_rollout(recipe)}, update=update,
         before=rollout.walk, reasons=rollout.explain(),
