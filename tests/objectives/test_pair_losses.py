@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -18,9 +17,10 @@ from formula_weights import (
     mark_last,
     mismatch,
 )
-from memfit.core.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.objectives import find_objective, objectives
-from memfit.records.recipe import Objective, Preference
+from memfit.records.recipe import Preference
+from memfit.records.request import Task
 from memfit.train.step.preference import Rewards, judge
 from memfit.train.step.rated import find_baseline, judge_rated
 from memfit.train.step.step import Batch, RatedBatch, step
@@ -53,7 +53,10 @@ def preference_of(objective, loss, **changes):
 
 
 def test_every_objective_can_be_stated_and_no_other():
-    assert set(get_args(Objective)) == set(objectives)
+    for name in objectives:
+        assert Task(objective=name).objective == name
+    with pytest.raises(UnknownName, match=r"(?s)`dpoo`.*did you mean `dpo`"):
+        Task(objective="dpoo")
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

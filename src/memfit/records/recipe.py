@@ -15,19 +15,7 @@ from memfit.records.model import ModelReference
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 
 Method = Literal["full", "freeze", "lora", "dora"]
-Objective = Literal[
-    "pretrain",
-    "sft",
-    "dpo",
-    "simpo",
-    "orpo",
-    "cpo",
-    "kto",
-    "reward",
-    "grpo",
-    "rloo",
-    "online_dpo",
-]
+Objective = str  # a name of `memfit.objectives`
 Reference = Literal["none", "adapter-off", "precomputed", "second-model"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
 Scaling = Literal["plain", "rank-stabilised"]
@@ -284,8 +272,9 @@ class Recipe(Record, frozen=True, kw_only=True):
     reward: RewardSettings = RewardSettings()
 
     def __post_init__(self) -> None:
-        """Raise UnknownName for a storage format that nothing declares."""
+        """Raise UnknownName for a storage format, or an objective, that nothing declares."""
         find_base_format(self.base_format)
+        find_objective(self.objective)
 
     def __hash__(self) -> int:
         """Of the knobs that differ the most; options are a dict, which has no hash."""

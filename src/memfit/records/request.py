@@ -93,6 +93,10 @@ class Task(Record, frozen=True, kw_only=True):
     epochs: PositiveFloat | None = None
     tokens: Positive | None = None
 
+    def __post_init__(self) -> None:
+        """Raise UnknownName for an objective that nothing declares."""
+        find_objective(self.objective)
+
 
 class PreferenceRequest(Record, frozen=True, kw_only=True):
     """How pairs are compared; used by the objectives that compare answers."""

@@ -9,6 +9,7 @@ from typing import NamedTuple, NoReturn
 
 from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest, did_you_mean
+from memfit.train.data.formats import PLUGIN, name_kind_of
 from memfit.train.data.hashes import Content, Hashes
 
 KINDS = {
@@ -22,7 +23,7 @@ class Source(NamedTuple):
     """One file of the data, with the hash of its bytes."""
 
     path: Path
-    kind: str  # text | jsonl | parquet | csv
+    kind: str  # text | jsonl | parquet | csv, or a registered reader's (`formats`)
     sha256: str
 
 
@@ -60,7 +61,7 @@ def find_sources(data: str, cache: Path | None = None) -> Sources:
         elif problem:
             binary += 1
         else:
-            files.append(Source(file, KINDS.get(file.suffix.lower(), "text"), digest))
+            files.append(Source(file, _kind_of(file), digest))
     hashes.remember()
     if not files:
         raise InvalidRequest(
@@ -93,7 +94,8 @@ def _list(path: Path, data: str) -> list[Path]:
 
 def _inspect(path: Path, hashes: Hashes) -> Content:
     """The file's hash, and why it is not text (empty when it is, or is parquet)."""
-    return hashes.inspect(path, text=KINDS.get(path.suffix.lower()) != "parquet")
+    kind = _kind_of(path)
+    return hashes.inspect(path, text=kind != "parquet" and not kind.startswith(PLUGIN))
 
 
 def _hidden(path: Path, root: Path) -> bool:
@@ -120,4 +122,8 @@ def _named(path: Path, hashes: Hashes) -> Source:
     digest, problem = _inspect(path, hashes)
     if problem:
         raise InvalidRequest(f"`{path}` {problem}", hint=f"data is {FORMATS}")
-    return Source(path, KINDS.get(path.suffix.lower(), "text"), digest)
+    return Source(path, _kind_of(path), digest)
+
+
+def _kind_of(path: Path) -> str:
+    return KINDS.get(path.suffix.lower()) or name_kind_of(path) or "text"

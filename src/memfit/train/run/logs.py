@@ -54,7 +54,9 @@ class Log:
         self._writes: list[Callable[[dict[str, Any]], None]] = []
         self._closes: list[Callable[[], None]] = []
 
-    def follow(self, write: Callable[[dict[str, Any]], None], close: Callable[[], None]) -> None:
+    def follow(
+        self, write: Callable[[dict[str, Any]], None], close: Callable[[], None] = lambda: None
+    ) -> None:
         """Call `write` with every line from now on, and `close` at the end."""
         self._writes.append(write)
         self._closes.append(close)

@@ -50,6 +50,7 @@ from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.data.prepare import build_samplers, read_data
 from memfit.train.data.sampler import Micro, Sampler
 from memfit.train.distributed.ranks import MoreRanks, Ranks, explained_loss
+from memfit.train.habits.callbacks import Callbacks
 from memfit.train.habits.continuing import describe_continuation
 from memfit.train.habits.stopping import check_best, read_evaluations
 from memfit.train.habits.trackers import open_trackers
@@ -178,6 +179,7 @@ def train(
         )
         if before is not None and before.recipe.course != recipe.course:
             session.go_on(describe_continuation(before.recipe, recipe, before.steps_done))
+        session.callbacks = Callbacks(cadence.callbacks if first else (), folder, session.warn)
         for text in (*lost, *ranks.notes, *_find_other_rewards(session, before)):
             session.warn(text)
         _warn_of_verdict(session)
@@ -255,6 +257,7 @@ def _run(session: Session, predicted_seconds: float | None) -> Run:
                 names = session.cadence.trackers
                 trackers = open_trackers(names, session.folder, session.done, session.warn)
                 log.follow(trackers.write, trackers.close)
+                log.follow(session.callbacks.write)
             if log.damage and not session.ranks.rank:  # others may have joined later
                 session.warn(log.damage)
             session.evaluated = _read_evaluated(session)

@@ -25,6 +25,7 @@ from memfit.train.data.prepare import Data
 from memfit.train.data.sampler import Sampler
 from memfit.train.distributed.ranks import Ranks
 from memfit.train.distributed.stragglers import Waiting
+from memfit.train.habits.callbacks import Callbacks
 from memfit.train.habits.stopping import Judged, judge
 from memfit.train.habits.time_left import Due, TimeBeside
 from memfit.train.measure.counters import Meter, time_measurements
@@ -85,6 +86,7 @@ class Session:
     # step and value of each evaluation, where they are compared
     evaluated: list[tuple[int, float]] = field(default_factory=list)
     outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
+    callbacks: Callbacks = field(init=False)  # of other packages
     beside: TimeBeside = field(init=False)
     watcher: Watcher = field(init=False)
     waiting: Waiting = field(init=False)

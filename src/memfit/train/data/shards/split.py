@@ -22,6 +22,7 @@ from memfit.train.data.conversations import (
     refuse_columns,
     texts_of,
 )
+from memfit.train.data.formats import PLUGIN, read_lines
 from memfit.train.data.readers import Source, Sources
 from memfit.train.data.tokenizer import Tokenizer
 
@@ -124,7 +125,7 @@ def split(sources: Sources) -> Iterator[tuple[Item, ...]]:
     items: list[Item] = []
     size = 0
     for source in sources.files:
-        for item in SPLITTERS[source.kind](source):
+        for item in _split(source):
             items.append(item)
             size += item.size
             if size >= SHARD:
@@ -159,7 +160,7 @@ def read_texts(sources: Sources) -> Iterator[str]:
         if source.kind == "text":
             yield from _words(source.path)
             continue
-        for item in SPLITTERS[source.kind](source):
+        for item in _split(source):
             assert not isinstance(item, Text)
             for place, record in item.records():
                 yield from texts_of(record, place)
@@ -168,7 +169,7 @@ def read_texts(sources: Sources) -> Iterator[str]:
 def read_rows(sources: Sources) -> Records:
     """Where each record stands, and the record with all its columns; a text file is refused."""
     for source in sources.files:
-        for item in SPLITTERS[source.kind](source):
+        for item in _split(source):
             if isinstance(item, Text):
                 raise InvalidRequest(
                     f"`{item.path}` is text, which does not say where a prompt ends",
@@ -266,6 +267,26 @@ def _csv(source: Source) -> Iterator[Item]:
 
 
 SPLITTERS = {"text": _text, "jsonl": _jsonl, "parquet": _parquet, "csv": _csv}
+
+
+def _split(source: Source) -> Iterator[Item]:
+    """The items of one file."""
+    if source.kind.startswith(PLUGIN):
+        return _plugin(source)
+    return SPLITTERS[source.kind](source)
+
+
+def _plugin(source: Source) -> Iterator[Item]:
+    """Records of another package's reader, as lines of JSONL: a line is a record."""
+    first, count, held = 1, 0, bytearray()
+    for line in read_lines(source.path):
+        held += line
+        count += 1
+        if len(held) >= SHARD:
+            yield Lines(source.path, first, bytes(held))
+            first, count, held = first + count, 0, bytearray()
+    if held:
+        yield Lines(source.path, first, bytes(held))
 
 
 def _find_columns(path: Path, held: list[str]) -> list[str]:
