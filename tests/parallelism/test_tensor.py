@@ -11,7 +11,7 @@ from memfit.parallelism.shards import cut_model, held_bytes
 from memfit.parallelism.tensor import find_degrees
 from memfit.plan.request.meshes import list_meshes
 from memfit.records import from_data
-from memfit.records.recipe import LEAN, Parallel
+from memfit.records.recipe import LEAN, Lora, Parallel
 from memfit.records.request import Request
 from tiny_models import CONFIGS, make_recipe
 
@@ -28,11 +28,14 @@ TWO = Parallel(tp=2, sequence_parallel=True)
     ({"config": EVEN, "loss": "chunked", "loss_chunk": 8}, "`loss: chunked` takes whole rows",
      "loss: plain"),
     ({"config": EVEN, "lean": LEAN}, "`lean: norm, mlp` does not take tokens", "lean: none"),
-    ({"config": EVEN, "method": "lora"}, "`method: lora` is not built", "dp_shard"),
+    ({"config": EVEN, "method": "dora"}, "`method: dora` measures rows", "dp_shard"),
+    ({"config": EVEN, "method": "lora", "base_format": "nf4"}, "codes of whole weights", "16 or"),
+    ({"config": EVEN, "method": "lora", "lora": Lora(rank=2, alpha=4.0, dropout=0.1)},
+     "`lora.dropout: 0.1` would be drawn", "lora.dropout: 0"),
+    ({"config": EVEN, "qat": "int8"}, "`qat: int8` rounds by the largest", "leave `qat` out"),
+    ({"config": EVEN, "compile": "blocks"}, "into its graph", "compile: none"),
     ({"config": EVEN, "optimizer": {"in_backward": True, "clip_norm": 0.0}}, "within backward",
      "in_backward: false"),
-    ({"config": EVEN, "optimizer": {"name": "adamw8bit", "implementation": "loop"}}, "`adamw8bit`",
-     "use one of adamw, sgd"),
     ({"config": {**EVEN, "mlp_bias": True}}, "with biases on summed products", "dp_shard"),
     ({"config": EVEN, "parallel": Parallel(tp=2)}, "without `sequence_parallel`", "true"),
 ])  # fmt: skip

@@ -116,7 +116,7 @@ def test_speeds_that_nobody_knows_divide_nothing(monkeypatch):
 
 
 def test_what_such_meshes_lack_is_left_to_the_others():
-    for changes in ({"method": "lora"}, {"optimizer": {"name": "adamw8bit"}}):
+    for changes in ({"method": "freeze", "freeze": {"last_blocks": 2}}, {"offload": "parameters"}):
         found = plan(ask(SLOW, model="llama-3.1-8b", weights="pretrained", **changes))
         assert found.recipe.parallel.pp == 1
         assert found.recipe.parallel.world == 4

@@ -412,13 +412,11 @@ def test_a_request_that_cannot_be_is_refused(changes, said):
         api.predict(request) if request.framework != "memfit" else api.plan(request)
 
 
-def test_ranks_that_share_products_rows_or_blocks_are_refused():
+def test_ranks_that_share_rows_are_refused():
     recipe = recipe_of(BEFORE)
-    for axis in ("tp", "cp", "pp"):
-        cut = {axis: 2, "sequence_parallel": axis == "tp"}
-        many = replace(recipe, parallel=replace(recipe.parallel, **cut))
-        with pytest.raises(InvalidRequest, match="not built for"):
-            build_model(many, "meta")
+    many = replace(recipe, parallel=replace(recipe.parallel, cp=2))
+    with pytest.raises(InvalidRequest, match="not built for"):
+        build_model(many, "meta")
 
 
 def test_a_plan_of_pairs_on_many_devices_cuts_the_model_among_them():

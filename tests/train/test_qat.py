@@ -212,7 +212,7 @@ def test_where_it_cannot_be_it_is_refused(changes, said):
     ("changes", "said"),
     [
         ({"method": "lora", "lora": Lora(rank=2, alpha=2.0, targets=("q_proj",))}, "method: lora"),
-        ({"parallel": Parallel(dp_shard=2)}, "2 ranks"),
+        ({"parallel": Parallel(tp=2, sequence_parallel=True)}, "of a row, which is cut"),
         ({"lean": ("norm",)}, "lean: norm"),
         ({"config": CONFIGS["llama"]}, "have 80 weights"),
     ],
