@@ -5,12 +5,13 @@ import shlex
 from functools import cache
 
 import pytest
+from msgspec.structs import replace
 
 from memfit import api
 from memfit.catalog import models
 from memfit.cli.options import changed_options
 from memfit.core.errors import InvalidRequest, MemoryUnknown
-from memfit.screens.short import MOST, show_short
+from memfit.screens.short import MOST, describe_time, show_short
 from memfit.screens.widgets.terminal import Console, cells
 from typed_commands import quick
 
@@ -139,3 +140,13 @@ def test_colour_adds_nothing_but_colour():
 )  # fmt: skip
 def test_a_change_stands_once_in_a_command(device, changes, more, typed):
     assert changed_options(device, None, changes, more) == f" {typed}"
+
+
+def test_an_unknown_time_is_said_to_be_unknown_once():
+    plan = api.plan(api.read("gpt2", changes={"hardware.device": "l4"}), levers=False)
+    unknown = replace(plan.time, step_seconds=None, because="unknown: nobody timed it")
+    console = Console(io.StringIO(), width=80, colour=False)
+    lines = describe_time(console, replace(plan, time=unknown))
+    assert ["".join(span.text for span in line) for line in lines] == [
+        "time unknown: nobody timed it"
+    ]

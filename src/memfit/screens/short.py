@@ -150,7 +150,7 @@ def describe_time(console: Console, plan: Plan) -> Lines:
     """Time and money with their range; what nobody knows says unknown."""
     time, cost, steps = plan.time, plan.cost, plan.recipe.steps
     if time.step_seconds is None:
-        return text(console, f"time {time.because}", most=2)
+        return text(console, f"time unknown: {time.because.removeprefix('unknown: ')}", most=2)
     low, high = time.step_seconds_low, time.step_seconds_high
     ranges = None if low is None or high is None else (low, high)
 
