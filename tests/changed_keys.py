@@ -44,6 +44,7 @@ OF_GROUPS = {  # where their keys mean something
     "rollout": lambda recipe: recipe.samples,
     "policy": lambda recipe: recipe.samples,
     "reward": lambda recipe: recipe.samples,
+    "value": lambda recipe: recipe.values,
 }
 OF_OWN = (  # no plan of another framework's step has them
     "lean", "qat", "selective_blocks", "optimizer.in_backward", "optimizer.stochastic_rounding",

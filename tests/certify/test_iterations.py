@@ -31,9 +31,11 @@ ROLLOUT = Rollout(num_generations=2, max_prompt_length=20, max_completion_length
 REWARD = RewardSettings(funcs=("number", "format"))
 LORA = {"method": "lora"}
 MIXED = {"precision": "bf16-mixed"}
+CHUNKED = {"loss": "chunked", "loss_chunk": 20}
 KL = Policy(beta=0.1)
 TWICE = Policy(num_iterations=2)
 SHORT = {"max_completion_length": 10}  # what steps of a long answer add is llama's to show
+PPO, ALONE = Policy(beta=0.05, num_iterations=2), {"num_generations": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
@@ -52,6 +54,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], Policy, dict[str, Any]]] = {
         Policy(loss_type="sigmoid", beta=0.1),
         {"temperature": 0.9},
     ),
+    "ppo, lora": ("ppo", {**LORA, **MIXED, "base_format": "bf16"}, PPO, ALONE),
+    "ppo, recomputed": ("ppo", {**LORA, **CHUNKED, "recompute_blocks": 2}, PPO, ALONE),
     "rloo, lora": ("rloo", {**LORA, "loss": "chunked", "loss_chunk": 20}, KL, {"rows": 2}),
 }
 
@@ -96,7 +100,7 @@ def watch_real(recipe: Recipe, iterations, *, end=None) -> LiveBytes:
                 sampling = Sampling(
                     recipe.rollout, prompts, groups, judges, lambda ids: "", sample, end, 0
                 )
-                learning = Learning(recipe.objective, recipe.policy, sampling)
+                learning = Learning(recipe.objective, recipe.policy, sampling, recipe.value)
                 observer = live if index else First(_Short(live))
                 iterate(built, learning, index, observer=observer)
     finally:

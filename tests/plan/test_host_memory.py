@@ -37,6 +37,8 @@ def test_rows_of_an_update_are_the_tensors_that_the_loop_lays_out():
     assert plan(policy={"beta": 0.1}).host["rows"] == held + scored
     assert plan(policy={"beta": 0.1, "num_iterations": 2}).host["rows"] == held + 2 * scored
     assert plan("rloo").host["rows"] == held + 2 * scored
+    # both log-probabilities; values, returns, places and advantages
+    assert plan("ppo").host["rows"] == held + 6 * scored
     assert plan("rloo", policy={"beta": 0.0}).host["rows"] == held
 
 

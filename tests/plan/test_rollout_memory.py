@@ -34,7 +34,21 @@ OF_PAIRS_CHUNKED = (
     "online_dpo", {**LORA, **CHUNKED}, Policy(loss_type="ipo", beta=0.1), {"rows": 2}
 )  # fmt: skip
 PENALISED = ("rloo", {**LORA, **CHUNKED}, KL, {"rows": 2})
+VALUED = ("ppo", ADAPTED, Policy(beta=0.05, num_iterations=2), {"num_generations": 1})
+AT_ONCE = ("ppo", {**LORA, **CHUNKED, "recompute_blocks": 2}, Policy(), {"num_generations": 1})
 CASES = {
+    "llama, ppo": ("llama", VALUED),
+    "llama, ppo, chunked, recomputed": ("llama", AT_ONCE),
+    "llama, ppo, nf4": ("llama", (VALUED[0], {**ADAPTED, "base_format": "nf4"}, *VALUED[2:])),
+    "gpt_neox, ppo": ("gpt_neox", VALUED),
+    "gpt_neox, ppo, int8": (
+        "gpt_neox", (VALUED[0], {**ADAPTED, "base_format": "int8"}, *VALUED[2:])
+    ),
+    "gpt2, ppo": ("gpt2", VALUED),
+    "opt, ppo": ("opt", VALUED),
+    "qwen3_moe, ppo, experts": ("qwen3_moe", VALUED),
+    "gemma3, ppo, within windows": ("gemma3_text", AT_ONCE),
+    "deepseek_v3, ppo, latent attention": ("deepseek_v3", VALUED),
     "llama, full": ("llama", FULL),
     "llama, full, several updates": ("llama", OFF_POLICY),
     "llama, lora": ("llama", WITH_KL),
@@ -148,6 +162,7 @@ def test_every_phase_holds_what_is_predicted_on_a_cpu(name):
 
 
 ON_CUDA = [
+    "llama, ppo", "llama, ppo, chunked, recomputed", "llama, ppo, nf4", "gpt_neox, ppo, int8",
     "llama, full", "llama, full, several updates", "llama, lora, chunked", "llama, nf4",
     "gpt_neox, lora", "gpt_neox, int8", "gemma3, full, within windows", "gemma2, lora, capped",
     "gpt_oss, sinks", "deepseek_v3, lora, latent attention", "qwen3_moe, full, experts",

@@ -15,7 +15,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.plan.request.wording import restate
 from memfit.records import from_data, to_data
 from memfit.records.recipe import Preference
-from memfit.records.reinforcement import Policy, RewardSettings, Rollout
+from memfit.records.reinforcement import Policy, RewardSettings, Rollout, ValueSettings
 from memfit.records.request import Request, change
 from memfit.train.measure.counters import measure
 from memfit.train.step.build import build_model
@@ -68,6 +68,62 @@ def test_what_is_left_open_is_what_trl_takes():
     plain = plan(ask(rollout={}, task={"sequence_length": 64 * 12}, model="qwen2.5-0.5b")).recipe
     assert (plain.rollout.max_prompt_length, plain.rollout.max_completion_length) == (256, 512)
     assert plan(ask(rollout={}, model="qwen2.5-0.5b")).recipe.sequence_length == 1024
+
+
+def test_ppo_takes_what_trl_s_ppo_config_takes():
+    """1.12's, the last version with it: four updates, one answer to a prompt, the KL a penalty."""
+    made = plan(ask("ppo"))
+    recipe = made.recipe
+    assert (recipe.method, recipe.rollout.num_generations) == ("lora", 1)
+    assert recipe.policy == Policy(beta=0.05, num_iterations=4)
+    assert recipe.value == ValueSettings()
+    assert to_data(recipe.value) == {
+        "gamma": 1.0, "lam": 0.95, "cliprange_value": 0.2, "vf_coef": 0.1,
+        "whiten_rewards": False,
+    }  # fmt: skip
+    assert recipe.rollout.temperature == 0.7
+    stated = {
+        "num_ppo_epochs": 2, "kl_coef": 0.0, "cliprange": 0.3, "cliprange_value": 0.1,
+        "vf_coef": 0.5, "gamma": 0.9, "lam": 0.8, "whiten_rewards": True,
+    }  # fmt: skip
+    other = plan(ask("ppo", ppo=stated)).recipe
+    assert other.policy == Policy(beta=0.0, epsilon=0.3, epsilon_high=0.3, num_iterations=2)
+    assert other.value == ValueSettings(
+        gamma=0.9, lam=0.8, cliprange_value=0.1, vf_coef=0.5, whiten_rewards=True,
+    )  # fmt: skip
+    for name, value in stated.items():
+        alone = plan(ask("ppo", ppo={name: value})).recipe
+        assert alone.digest != recipe.digest, name
+        assert alone.course != recipe.course, name
+    assert "the value is a second adapter" in str(made.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "says"),
+    [
+        ("ppo", {"method": "full"}, "what is trained whole would be three models"),
+        ("ppo", {"method": "dora"}, "use `method: lora`"),
+        ("ppo", {"policy": {"beta": 0.1}}, "write `ppo.kl_coef`"),
+        ("ppo", {"policy": {"num_iterations": 2}}, "write `ppo.num_ppo_epochs`"),
+        ("ppo", {"policy": {"loss_type": "grpo"}}, "it has no `loss_type`"),
+        ("grpo", {"ppo": {"kl_coef": 0.1}}, "write `policy.beta`"),
+        ("grpo", {"ppo": {"lam": 0.5}}, "it is of `objective: ppo`"),
+        ("sft", {"ppo": {"lam": 0.5}, "rollout": {}, "reward": {}}, "it is of `objective: ppo`"),
+        ("ppo", {"ppo": {"lam": 1.5}}, "lam"),
+        ("ppo", {"rollout": {"dynamic_sampling": 1}}, "compares no answers of a group"),
+    ],
+)
+def test_a_request_of_ppo_that_cannot_be_is_refused(objective, changes, says):
+    with pytest.raises(InvalidRequest) as error:
+        plan(ask(objective, **changes))
+    assert says in f"{error.value.message} {error.value.hint}"
+
+
+@pytest.mark.parametrize("changes", [{"method": "full"}, {"method": "dora"}])
+def test_a_value_without_an_adapter_of_its_own_is_not_built(changes):
+    recipe = replace(plan(ask("ppo", micro_batch=4)).recipe, **changes)
+    with pytest.raises(InvalidRequest, match="an adapter of its own"):
+        build_model(recipe, "meta")
 
 
 def test_what_a_request_says_of_sampling_is_the_recipe_s():
@@ -125,7 +181,7 @@ def test_a_batch_that_is_left_open_holds_whole_groups():
     assert ask().global_batch == 16
 
 
-@pytest.mark.parametrize("objective", ["grpo", "rloo"])
+@pytest.mark.parametrize("objective", ["grpo", "rloo", "ppo"])
 def test_a_plan_of_sampled_answers_has_a_verdict_over_all_phases(objective):
     made = plan(ask(objective))
     assert made.memory.verdict == "fits"
@@ -370,7 +426,9 @@ REFUSED = {
     "no whole groups": (
         {"task": {"global_batch": 12}}, "num_generations: 8` does not divide `task.global_batch: 12"
     ),
-    "one answer": ({"rollout": {"num_generations": 1}}, "num_generations: 1` is below 2"),
+    "one answer": (
+        {"rollout": {"num_generations": 1}}, "num_generations: 1` under `objective: grpo`"
+    ),
     "another row": ({"task": {"sequence_length": 40}}, "sequence_length: 40` is not"),
     "no room": (
         {"task": {"sequence_length": 16}, "rollout": {"max_completion_length": 16}},

@@ -30,7 +30,7 @@ OWN = {
     "fsdp": "full_shard auto_wrap", "sharding_strategy": "SHARD_GRAD_OP", "bits": 8,
     "quantization_bit": 4, "mask_truncated_completions": True, "use_bias_correction_kl": True,
     "scale_rewards": "batch", "importance_sampling_level": "sequence",
-    "reward_funcs": ["number"],
+    "reward_funcs": ["number"], "gamma": 0.9, "lam": 0.9, "whiten_rewards": True,
 }  # fmt: skip
 
 

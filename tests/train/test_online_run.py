@@ -6,14 +6,17 @@ import os
 import random
 import re
 import signal
+import warnings
 
 import pytest
 import torch
 from msgspec.structs import replace
+from peft import PeftModel
 from rollout_kills import PARTS, start_runs
+from safetensors import safe_open
 from tiny_rollouts import LORA, REWARDS, ROLLOUT, recipe_of, run, write_data
 from tiny_runs import CONFIG
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from memfit import api
 from memfit.core.errors import InvalidRequest, RunFailed
@@ -24,6 +27,7 @@ from memfit.records.reinforcement import Policy, RewardSettings
 from memfit.records.request import Request, Task
 from memfit.screens.report import show_report
 from memfit.screens.widgets.terminal import Console
+from memfit.train.checkpoint.export import check_model
 from memfit.train.data.prepare import find_lengths
 from memfit.train.data.readers import find_sources
 from memfit.train.data.tokenizer import read_tokenizer, train_tokenizer
@@ -37,6 +41,10 @@ from memfit.train.run.progress import Moment, Silent, describe
 PAIRS = {
     **LORA, "policy": Policy(loss_type="sigmoid", beta=0.1),
     "rollout": replace(ROLLOUT, num_generations=2, temperature=0.9),
+}  # fmt: skip
+VALUED = {
+    **LORA, "policy": Policy(beta=0.05, num_iterations=2),
+    "rollout": replace(ROLLOUT, num_generations=1),
 }  # fmt: skip
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
@@ -112,6 +120,40 @@ def test_the_log_of_sampled_pairs_has_what_pairs_are_watched_by(whole):
     assert "score" not in made.phases
 
 
+def test_a_run_with_values_logs_them_and_leaves_their_adapter(whole):
+    """The folder of the value is one of a reward model: peft's own class reads it."""
+    _, folder, made = whole("ppo", **VALUED)
+    rows = read_log(folder)
+    figures = {"reward", "kl", "value_loss", "clipped_values", "clipped_low", "entropy"}
+    assert all(figures <= set(row) for row in rows)
+    assert not any("even_groups" in row for row in rows)
+    assert made.measurements["rollout.value_loss"].value > 0
+    assert {"prefill", "decode", "score", "reference", "values", "accumulate"} <= set(made.phases)
+    config = LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "model_type"}, num_labels=1)
+    with warnings.catch_warnings():  # peft calls what transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = PeftModel.from_pretrained(
+            LlamaForSequenceClassification(config), str(folder / "value")
+        )
+    loaded = wrapped.state_dict()
+    with safe_open(folder / "value" / "adapter_model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        head = file.get_tensor("base_model.model.score.weight")
+    assert torch.equal(loaded["base_model.model.score.modules_to_save.default.weight"], head)
+    with safe_open(folder / "model" / "adapter_model.safetensors", framework="pt") as file:
+        assert {*file.keys(), "base_model.model.score.weight"} == names
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            assert "value" not in name
+    for part in ("model", "value"):
+        check_model(folder)
+        (weights,) = (folder / part).glob("*.safetensors")
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(InvalidRequest, match="not as it was written"):
+            check_model(folder)
+        weights.write_bytes(content)
+
+
 def test_a_finished_run_speaks_and_transformers_reads_it(whole, place):
     _, folder, _ = whole()
     assert isinstance(generate(folder, "Say 3:", max_new_tokens=3), str)
@@ -172,6 +214,7 @@ class _Stop(Silent):
         ("grpo", {**LORA, "policy": Policy(beta=0.1, num_iterations=2)}),
         ("rloo", {**LORA, "policy": Policy(beta=0.05)}),
         ("online_dpo", PAIRS),
+        ("ppo", VALUED),
     ],
 )
 def test_a_run_that_was_stopped_twice_is_the_same_to_the_bit(

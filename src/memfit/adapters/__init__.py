@@ -50,6 +50,15 @@ class Adapter(ABC):
             hint="use `preference.reference: precomputed`, or `method: lora`",
         )
 
+    def valuing(self, module: nn.Module) -> AbstractContextManager[object]:
+        """The value's own adapter of the base runs meanwhile, in place of the policy's.
+
+        Raises InvalidRequest where the method has no adapters.
+        """
+        raise InvalidRequest(
+            "the method has no second adapter that could learn a value", hint="use `method: lora`"
+        )
+
     def reset(self, module: nn.Module, recipe: Recipe) -> None:  # noqa: B027 - most methods add no parameters
         """Start values of the method's own parameters; with them the base model is unchanged."""
 

@@ -36,6 +36,10 @@ class Lora(Adapter):
         """See `Adapter.switched_off`."""
         return peft_layers.switched_off(module)
 
+    def valuing(self, module: nn.Module) -> AbstractContextManager[object]:
+        """See `Adapter.valuing`."""
+        return peft_layers.switched_to(module, peft_layers.VALUE)
+
     def reset(self, module: nn.Module, recipe: Recipe) -> None:
         """See `Adapter.reset`: a random A and a zero B."""
         peft_layers.reset(module, self.adapt(read_model(recipe.model), recipe))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TASKS = (  # of `task.objective`
     "pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "kto", "reward", "grpo", "rloo",
-    "online_dpo",
+    "ppo", "online_dpo",
 )  # fmt: skip
 YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 

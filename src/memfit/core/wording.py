@@ -22,6 +22,7 @@ PHASES = {
     "decode": "sample answers",
     "score": "score the answers",
     "reference": "score by the reference",
+    "values": "value the answers",
     "first_step": "first step",
     "forward": "forward",
     "loss": "loss",

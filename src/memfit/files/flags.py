@@ -69,7 +69,7 @@ FLAGS = (
     Flag(("data", "dataset"),
          "task.data", "PATH", "text, JSONL, CSV or parquet file, or a folder of them"),
     Flag(("objective",), "task.objective", "NAME",
-         "pretrain, sft, dpo, simpo, orpo, cpo, kto, reward, grpo, rloo or online_dpo",
+         "pretrain, sft, dpo, simpo, orpo, cpo, kto, reward, grpo, rloo, ppo or online_dpo",
          words=True),
     Flag(("dpo",), "task.objective", "", "preferences: pairs of answers", value="dpo"),
     Flag(("grpo",), "task.objective", "", "rewards of sampled answers", value="grpo"),

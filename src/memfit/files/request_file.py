@@ -25,7 +25,7 @@ KEYS = {
     "task": "what to train on, and for how long",
     "task.objective": "pretrain (every token) | sft (the answer's tokens) | dpo, simpo, orpo, cpo"
     " (pairs of answers) | kto (rated answers) | reward (a score of each answer of a pair) | grpo,"
-    " rloo (rewards of sampled answers) | online_dpo (pairs of sampled answers)",
+    " rloo, ppo (rewards of sampled answers) | online_dpo (pairs of sampled answers)",
     "task.data": "text, JSONL, CSV or parquet file, or a folder of them; several: a=0.7, b=0.3",
     "task.evaluation": "held-out data of the same kinds",
     "task.evaluation_share": "of the documents of task.data, held out of training, such as 0.05",
@@ -52,9 +52,9 @@ KEYS = {
     "preference.undesirable": "of kto: and of the others; auto: 1",
     "preference.cross_entropy": "of cpo: weight of the preferred answers' cross-entropy; auto: 1",
     "preference.center": "of reward: weight of the square of both scores' sum",
-    "rollout": "how answers are sampled; used when the objective is grpo, rloo or online_dpo",
+    "rollout": "how answers are sampled; used when the objective is grpo, rloo, ppo or online_dpo",
     "rollout.num_generations": "answers to each prompt; divides task.global_batch; auto: 8 of grpo,"
-    " 2 of rloo and online_dpo",
+    " 2 of rloo and online_dpo, 1 of ppo",
     "rollout.max_prompt_length": "tokens; longer prompts are left out and counted; auto: what a"
     " stated task.sequence_length leaves, else 512",
     "rollout.max_completion_length": "tokens of an answer at most",
@@ -84,7 +84,16 @@ KEYS = {
     "policy.mask_truncated_completions": "of grpo and rloo: answers that reached their limit do not"
     " count",
     "policy.num_iterations": "of grpo and rloo: updates with each rollout",
-    "reward": "who judges the answers; used when the objective is grpo, rloo or online_dpo",
+    "ppo": "all of the losses, by the names of TRL's PPOConfig; used when the objective is ppo",
+    "ppo.num_ppo_epochs": "updates with each rollout",
+    "ppo.kl_coef": "weight of the KL from the base without its adapter, a part of the rewards",
+    "ppo.cliprange": "ratios below 1 - cliprange and above 1 + cliprange are clipped",
+    "ppo.cliprange_value": "a value is clipped that differs by more from the rollout's",
+    "ppo.vf_coef": "weight of the value's loss",
+    "ppo.gamma": "by which later rewards count less, a token",
+    "ppo.lam": "generalised advantage estimation's lambda",
+    "ppo.whiten_rewards": "rewards are divided by their standard deviation over the rollout",
+    "reward": "who judges the answers; used when the objective is grpo, rloo, ppo or online_dpo",
     "reward.funcs": "a list of: number | regex:PATTERN | format | length | FILE.py:NAME",
     "reward.weights": "of each function; empty: 1 each",
     "reward.timeout": "seconds of one call; an answer judged by none in time has no reward",

@@ -133,6 +133,7 @@ class Objective:
         refused: Mapping[str, str] | None = None,
         sampled: Sampled | None = None,
         scores: bool = False,
+        values: bool = False,
     ) -> None:
         """refused: losses that others have under this objective, and why memfit's step has not.
 
@@ -141,9 +142,11 @@ class Objective:
         weight: the only one that the objective has of it; None where any will do.
         sampled: of an objective whose answers are sampled while it trains.
         scores: a reward is what a score head makes of a row's last token, and no log-probability.
+        values: what a row will earn is learned at each token, too, beside the policy.
         """
         self.name, self.about, self.refers, self.rated = name, about, refers, rated
         self.learns, self.weight, self.sampled, self.scores = learns, weight, sampled, scores
+        self.values = values
         self.loss_types = dict(loss_types or {})
         self.refused = dict(refused or {})
 

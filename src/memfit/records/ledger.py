@@ -38,6 +38,7 @@ class Phase(StrEnum):
     DECODE = "decode"  # and answers sampled
     SCORE = "score"  # log-probabilities under the policy that sampled
     REFERENCE = "reference"  # and under the reference
+    VALUES = "values"  # a value of each token, where one is learned
     FIRST_STEP = "first_step"
     FORWARD = "forward"
     LOSS = "loss"
@@ -50,7 +51,7 @@ class Phase(StrEnum):
 
 
 # of reinforcement learning, before the update of each iteration
-ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.SCORE, Phase.REFERENCE)
+ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.SCORE, Phase.REFERENCE, Phase.VALUES)
 
 
 class Entry(Record, frozen=True, kw_only=True):

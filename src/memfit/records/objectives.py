@@ -172,6 +172,13 @@ def refuse_sampled(
     ):  # fmt: skip
         if wrong:
             raise InvalidRequest(f"`{what}` {under}: {why}", hint=hint)
+    least = 1 if find_objective(objective).values else 2
+    if generations < least:
+        raise InvalidRequest(
+            f"`rollout.num_generations: {generations}` {under}: an answer is compared with others"
+            " to its prompt",
+            hint=f"use {least} or more",
+        )
     if global_batch % generations:
         more = -(-global_batch // generations) * generations
         raise InvalidRequest(
@@ -228,6 +235,27 @@ def check_two_answers(objective: str, generations: int, micro_batch: int) -> Non
         )
 
 
+def check_values(objective: str, method: str) -> None:
+    """Raise InvalidRequest where a value has no adapter of its own beside the policy's."""
+    if method != "lora":
+        raise InvalidRequest(
+            f"`objective: {objective}` under `method: {method}`: policy, reference and value are"
+            " one base, the value with an adapter of its own, and what is trained whole would be"
+            " three models",
+            hint="use `method: lora`",
+        )
+
+
+def check_answered_once(rounds: int) -> None:
+    """Raise InvalidRequest where groups would be compared that a value takes the place of."""
+    if rounds:
+        raise InvalidRequest(
+            f"`rollout.dynamic_sampling: {rounds}` under `objective: ppo`, which compares no"
+            " answers of a group",
+            hint="leave `rollout.dynamic_sampling` out",
+        )
+
+
 def _check_sampled(recipe: Recipe) -> None:
     refuse_sampled(
         recipe.objective, packing=recipe.packing, ranks=recipe.parallel.world,
@@ -235,6 +263,9 @@ def _check_sampled(recipe: Recipe) -> None:
         offload=recipe.offload, qat=recipe.qat, global_batch=recipe.global_batch,
         generations=recipe.rollout.num_generations,
     )  # fmt: skip
+    if recipe.values:
+        check_values(recipe.objective, recipe.method)
+        check_answered_once(recipe.rollout.dynamic_sampling)
     if pair_losses(recipe.objective):
         check_sampled_pairs(recipe.objective, recipe.policy, recipe.method)
         check_two_answers(recipe.objective, recipe.rollout.num_generations, recipe.micro_batch)

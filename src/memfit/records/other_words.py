@@ -255,6 +255,10 @@ WORDS: dict[str, Word] = {
     **{name: _key(f"policy.{name}") for name in
        ("epsilon", "epsilon_high", "delta", "num_iterations", "scale_rewards",
         "importance_sampling_level", "mask_truncated_completions", "use_bias_correction_kl")},
+    **{name: _key(f"ppo.{name}") for name in
+       ("num_ppo_epochs", "kl_coef", "cliprange", "cliprange_value", "vf_coef", "gamma", "lam",
+        "whiten_rewards")},
+    "missing_eos_penalty": _key("reward.missing_eos_penalty"),
     "reward_funcs": _key("reward.funcs"),
     # how a step computes
     **dict.fromkeys(

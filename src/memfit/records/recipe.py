@@ -12,7 +12,7 @@ from memfit.base_formats import find_base_format, name_coding
 from memfit.objectives import Learned, find_objective
 from memfit.records import Record
 from memfit.records.model import ModelReference
-from memfit.records.reinforcement import Policy, RewardSettings, Rollout
+from memfit.records.reinforcement import Policy, RewardSettings, Rollout, ValueSettings
 
 Method = Literal["full", "freeze", "lora", "dora"]
 Objective = str  # a name of `memfit.objectives`
@@ -270,6 +270,7 @@ class Recipe(Record, frozen=True, kw_only=True):
     rollout: Rollout = Rollout()  # this and the next two are of objectives that sample answers
     policy: Policy = Policy()
     reward: RewardSettings = RewardSettings()
+    value: ValueSettings = ValueSettings()  # of objectives that learn one
 
     def __post_init__(self) -> None:
         """Raise UnknownName for a storage format, or an objective, that nothing declares."""
@@ -311,6 +312,8 @@ class Recipe(Record, frozen=True, kw_only=True):
         if not self.samples:
             for late in ("rollout", "policy", "reward"):
                 del content[late]
+        if not self.values:
+            del content["value"]
         encoded = msgspec.json.encode(content, order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
 
@@ -375,6 +378,11 @@ class Recipe(Record, frozen=True, kw_only=True):
     def samples(self) -> bool:
         """Whether answers are sampled while it trains, as `grpo` does."""
         return find_objective(self.objective).samples
+
+    @property
+    def values(self) -> bool:
+        """Whether a value of each token is learned beside the policy, as `ppo` does."""
+        return find_objective(self.objective).values
 
     @property
     def references(self) -> int:

@@ -56,6 +56,7 @@ from memfit.records.recipe import (
 )
 from memfit.records.reinforcement.requested import (
     PolicyRequest,
+    PpoRequest,
     RewardRequest,
     RolloutRequest,
 )
@@ -284,6 +285,7 @@ class Request(Record, frozen=True, kw_only=True):
     preference: PreferenceRequest = PreferenceRequest()
     rollout: RolloutRequest = RolloutRequest()
     policy: PolicyRequest = PolicyRequest()
+    ppo: PpoRequest = PpoRequest()
     reward: RewardRequest = RewardRequest()
     method: Literal["auto", "full", "freeze", "lora", "dora"] = "auto"
     lora: LoraRequest = LoraRequest()

@@ -103,11 +103,13 @@ def architecture(recipe):
     return read_model(recipe.model).architecture
 
 
+SCORED = (Phase.SCORE, Phase.REFERENCE, Phase.VALUES)
 PASSES = {
     "grpo": ({}, ()),
     "grpo, a reference": ({"policy": {"beta": 0.1}}, (Phase.REFERENCE,)),
     "grpo, two updates": ({"policy": {"num_iterations": 2}}, (Phase.SCORE,)),
     "rloo": ({"objective": "rloo"}, (Phase.SCORE, Phase.REFERENCE)),
+    "ppo": ({"objective": "ppo"}, (Phase.SCORE, Phase.REFERENCE, Phase.VALUES)),
     "rloo, no reference": ({"objective": "rloo", "policy": {"beta": 0.0}}, ()),
 }
 
@@ -116,7 +118,7 @@ PASSES = {
 def test_passes_beside_the_update_are_those_that_run(changes, passes, monkeypatch):
     made = plan(ask(**changes))
     _, _, entered = run(made.recipe, monkeypatch)
-    ran = [p for p in dict.fromkeys(entered) if p in (Phase.SCORE, Phase.REFERENCE)]
+    ran = [p for p in dict.fromkeys(entered) if p in SCORED]
     assert ran == list(passes)
     found = [phase.phase for phase in made.time.phases]
     assert found == ["switch", "prefill", "decode", "reward", *map(str, passes), "update"]

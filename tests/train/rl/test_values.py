@@ -9,7 +9,17 @@ import math
 import pytest
 import torch
 
-from memfit.train.rl.values import count_places, estimate, value_loss, whiten
+from memfit.train.rl.values import (
+    NOT_COUNTED,
+    Aims,
+    count_tokens,
+    estimate,
+    find_places,
+    gather_places,
+    spread_places,
+    value_loss,
+    whiten,
+)
 
 MOST = 6
 LENGTHS = torch.tensor([6, 1, 4, 5])
@@ -101,6 +111,11 @@ def losses(values, old, returns, lengths, clip):
     return torch.stack(found)
 
 
+def aims_of(old, returns, lengths, count, clip):
+    places = count_tokens(lengths + 1, MOST).to(old)
+    return Aims(old, returns, places, count, clip, 0.1)
+
+
 @pytest.mark.parametrize("clip", [0.2, 0.01])
 def test_the_values_loss_and_slope_are_trls(clip):
     *_, old = make(1)
@@ -109,29 +124,73 @@ def test_the_values_loss_and_slope_are_trls(clip):
     each = losses(values, old, returns, LENGTHS, clip)
     expected = 0.1 * 0.5 * each.mean()
     (slope,) = torch.autograd.grad(expected, values)
-    places = count_places(LENGTHS, MOST)
-    assert places == len(each) == 6 + 2 + 5 + 6
-    found = value_loss(values, old, returns, LENGTHS, places=places, clip=clip, weight=0.1)
+    count = int(count_tokens(LENGTHS + 1, MOST).sum())
+    assert count == len(each) == 6 + 2 + 5 + 6
+    found = value_loss(values, aims_of(old, returns, LENGTHS, count, clip))
     torch.testing.assert_close(found.loss, expected)
     torch.testing.assert_close(torch.autograd.grad(found.loss, values)[0], slope)
     free = torch.stack([
         (values[r, t] - returns[r, t]) ** 2 for r, n in enumerate(LENGTHS.tolist())
         for t in range(min(n + 1, MOST))
     ])  # fmt: skip
-    assert found.sums.tolist() == [int((each > free).sum()), places]
-    assert 0 < found.sums[0] < places
+    assert found.sums.tolist() == pytest.approx(
+        [int((each > free).sum()), count, float(each.detach().sum())]
+    )
+    assert 0 < found.sums[0] < count
 
 
 def test_how_a_rollout_is_cut_changes_nothing():
     *_, old = make(1)
     returns = make(2)[3]
     values = (old + 0.3 * make(3)[3]).requires_grad_()
-    knobs = {"places": count_places(LENGTHS, MOST), "clip": 0.2, "weight": 0.1}
-    whole = value_loss(values, old, returns, LENGTHS, **knobs).loss
+    count = int(count_tokens(LENGTHS + 1, MOST).sum())
+    whole = value_loss(values, aims_of(old, returns, LENGTHS, count, 0.2)).loss
     parts = [
-        value_loss(values[at], old[at], returns[at], LENGTHS[at], **knobs).loss
+        value_loss(values[at], aims_of(old[at], returns[at], LENGTHS[at], count, 0.2)).loss
         for at in (slice(0, 1), slice(1, 4))
     ]
     torch.testing.assert_close(sum(parts), whole)
     (a,), (b,) = (torch.autograd.grad(x, values) for x in (whole, sum(parts)))
     torch.testing.assert_close(a, b)
+
+
+def test_white_rewards_have_variance_one_and_keep_their_mean():
+    """As `masked_whiten` of TRL without its shift, over all places whose values are learned."""
+    scores, old, reference, values = make()
+    plain = estimate(scores, old, reference, values, LENGTHS, **KNOBS).rewards
+    white = estimate(scores, old, reference, values, LENGTHS, **KNOBS, white_rewards=True).rewards
+    places = count_tokens(LENGTHS + 1, MOST)
+    mean = plain[places].mean()
+    expected = (plain - mean) * torch.rsqrt(plain[places].var() + 1e-8) + mean
+    torch.testing.assert_close(white[places], expected[places])
+    assert not white[~places].any()
+
+
+def test_an_answer_that_does_not_count_moves_nothing():
+    scores, old, reference, values = make()
+    lengths = LENGTHS.clone()
+    lengths[1] = NOT_COUNTED
+    rest = [0, 2, 3]
+    found = estimate(scores, old, reference, values, lengths, **KNOBS)
+    alone = estimate(scores[rest], old[rest], reference[rest], values[rest], LENGTHS[rest], **KNOBS)
+    for all_, those in zip(found, alone, strict=True):
+        torch.testing.assert_close(all_[rest], those)
+        assert not all_[1].any()
+
+
+def test_places_of_a_row_begin_where_its_first_token_is_predicted():
+    starts, width = torch.tensor([1, 3, 2, 4]), 10
+    rows = torch.arange(40.0).view(4, width)
+    places = find_places(starts, MOST)
+    cut = gather_places(rows, places)
+    assert cut[:, 0].tolist() == [0, 12, 21, 33]
+    assert cut[3].tolist() == [33, 34, 35, 36, 37, 38]
+    back = spread_places(cut, places, width)
+    inside = torch.zeros(4, width, dtype=torch.bool).scatter(
+        1, places, torch.tensor(True).expand(4, MOST)
+    )
+    torch.testing.assert_close(back, rows * inside)
+    # a place behind the row is nowhere
+    late = find_places(torch.tensor([7] * 4), MOST)
+    assert gather_places(rows, late)[:, -1].tolist() == [9, 19, 29, 39]
+    assert spread_places(torch.ones(4, MOST), late, width).sum(1).tolist() == [4.0] * 4

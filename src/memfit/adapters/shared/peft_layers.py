@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
 from typing import TYPE_CHECKING, Any, cast
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 PREFIX = "base_model.model."  # peft wraps the model twice
-DOWN = ".lora_A.default.weight"
 MAGNITUDE = ".lora_magnitude_vector"
+POLICY, VALUE = "default", "value"  # peft's names of adapters
+DOWN = tuple(f".lora_A.{name}.weight" for name in (POLICY, VALUE))
 STORED_TRANSPOSED = ("gpt2",)  # families whose blocks hold Conv1D: weights are (in, out)
 
 
@@ -46,7 +47,11 @@ def adapt(model: Model, recipe: Recipe, *, magnitudes: bool = False) -> Model:
         is_last_of_module = module not in modules[index + 1 : index + 2]
         if matched and is_last_of_module:
             weight = row if leaf == "weight" else model.weights[index - 1]
-            rows += _added(weight, module, model, recipe.lora, magnitudes)
+            names = (POLICY, VALUE) if recipe.values else (POLICY,)
+            rows += _added(weight, module, model, recipe.lora, names, magnitudes)
+    if recipe.values:
+        score = Weight(name=PREFIX + SCORE, shape=(1, model.architecture.head_input), part="head")
+        rows.append(score)
     stored = store_rows(rows, recipe.trainable_dtype, recipe.frozen_dtype)
     return replace(model, weights=stored)
 
@@ -68,16 +73,30 @@ def apply(module: nn.Module, recipe: Recipe, rows: Model, *, magnitudes: bool = 
         # of a score head none: peft's SEQ_CLS would hold the head twice
         task_type=None if recipe.scores else "CAUSAL_LM",
     )
+    if recipe.values:
+        add_score_head(module, rows.architecture.head_input)
     # peft would store adapters of a 16-bit base in fp32 whatever the recipe says.
     with warnings.catch_warnings():  # peft calls what transformers has renamed
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = get_peft_model(
             cast(Any, module), config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
         )
+        if recipe.values:
+            own = LoraConfig(**{**config.to_dict(), "task_type": None})
+            wrapped.add_adapter(VALUE, own, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     for layer in wrapped.modules():
         if hasattr(layer, "cast_input_dtype_enabled"):
             layer.cast_input_dtype_enabled = False  # autocast casts; a second copy is waste
     return apply_rows(wrapped, rows)
+
+
+def add_score_head(module: nn.Module, width: int) -> None:
+    """A head of one number beside the language model's own, as classes of sequence classification
+    have it."""
+    from torch import nn
+
+    head = nn.Linear(width, 1, bias=False, device="meta")
+    module.add_module(SCORE.partition(".")[0], head)
 
 
 def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -90,13 +109,13 @@ def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def layers(module: nn.Module) -> Iterator[tuple[Any, str]]:
-    """peft's layers, each with the name of its adapter."""
+    """peft's layers, each with the name of each of its adapters."""
     with quiet_import():
         from peft.tuners.lora import LoraLayer
 
     for layer in module.modules():
         if isinstance(layer, LoraLayer):
-            for name in layer.active_adapters:
+            for name in layer.lora_A:
                 yield layer, name
 
 
@@ -111,9 +130,8 @@ def reset(
     import torch
 
     held = {row_name: found for row_name, *found in _held(module)}
-    for row in rows.weights:
-        if not row.name.endswith(DOWN):
-            continue
+    drawn_rows = [row for end in DOWN for row in rows.weights if row.name.endswith(end)]
+    for row in drawn_rows:
         if row.name not in held:
             like = next(module.parameters())
             drawn = torch.empty(row.shape, dtype=getattr(torch, row.dtype), device=like.device)
@@ -133,6 +151,23 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
         yield f"{names[layer]}.lora_A.{name}.weight", layer, name
 
 
+@contextmanager
+def switched_to(module: nn.Module, adapter: str) -> Iterator[None]:
+    """Another adapter of the base runs meanwhile, in place of the policy's.
+
+    peft's own `set_adapter` freezes those that do not run, whose gradients wait for the update.
+    """
+    found = list({id(layer): layer for layer, _ in layers(module)}.values())
+    before = [layer._active_adapter for layer in found]
+    try:
+        for layer in found:
+            layer._active_adapter = [adapter]
+        yield
+    finally:
+        for layer, name in zip(found, before, strict=True):
+            layer._active_adapter = name
+
+
 def base_name(name: str) -> str:
     """What the base model calls a parameter of peft's module."""
     return name.removeprefix(PREFIX).replace(".base_layer.", ".")
@@ -146,9 +181,9 @@ def stored_name(name: str) -> str:
 
 
 def _added(
-    weight: Weight, module: str, model: Model, lora: Lora, magnitudes: bool
+    weight: Weight, module: str, model: Model, lora: Lora, names: Sequence[str], magnitudes: bool
 ) -> Iterator[Weight]:
-    """The rows of A (rank, in) and B (out, rank), and of the magnitudes (out)."""
+    """The rows of A (rank, in) and B (out, rank), and of the magnitudes (out), of each adapter."""
     rows, columns = weight.shape
     if model.architecture.family in STORED_TRANSPOSED and weight.part == "block":
         rows, columns = columns, rows
@@ -159,8 +194,9 @@ def _added(
     if magnitudes:
         shapes.append((MAGNITUDE, (rows,)))
     for owner, shape in shapes:
-        name = f"{PREFIX}{module}{owner}.default.weight"
-        yield replace(weight, name=name, shape=shape, trainable=True)
+        for adapter in names:
+            name = f"{PREFIX}{module}{owner}.{adapter}.weight"
+            yield replace(weight, name=name, shape=shape, trainable=True)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from memfit.records.recipe import Regularisation
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
 Turn = Rotation | None  # None where a block does not rotate
-OUTSIDE = ("lm_head", "decoder.project_in", "decoder.project_out")  # products of no block
+OUTSIDE = ("lm_head", "score", "decoder.project_in", "decoder.project_out")  # products of no block
 # in names of a module that peft has copied to be trained: the module's own, and the copy's
 ORIGINAL, COPY = ".original_module.", ".modules_to_save.default."
 Documents = tuple[int, ...]  # the lengths of a row's documents, the same in every row
@@ -615,6 +615,21 @@ def row_scores(forward: Forward, weights: Weights, hidden: Tensor, labels: Tenso
     if forward.tail is not None:
         forward.tail.leave(score)
     return meta.view(meta.cast(score, "float32"), forward.batch)
+
+
+def token_values(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
+    """A value of each token, as train/step/step.py: (batch, tokens, hidden) -> (batch, tokens)."""
+    made = project(forward, weights, "score", hidden)
+    return meta.view(meta.cast(made, "float32"), forward.batch, forward.tokens)
+
+
+def of_value(weights: Weights) -> Weights:
+    """The weights with the value's adapters in place of the policy's."""
+    return {
+        name.replace(".value.", ".default.") if ".lora_" in name else name: weight
+        for name, weight in weights.items()
+        if ".lora_" not in name or ".default." not in name
+    }
 
 
 def base_alone(weights: Weights) -> Weights:

@@ -10,6 +10,7 @@ from memfit.records.reinforcement import scores_old
 
 # bytes of host tensors for a token of an update's rows: ids and labels in int64, a mask in fp32
 ROW, LOG_PROB = 8 + 8 + 4, 4  # and what one forward without a gradient leaves
+OF_VALUES = 4  # as many again: values, their returns and places, and each token's advantage
 # bytes of an answer's token as CPython 3.11 to 3.14 hold it until the rollout's rewards are known:
 # an int and a float with a pointer each, and its text; a random number of fp64 while it is sampled
 ANSWER, DRAWN = (32 + 8) + (24 + 8) + 8, 8
@@ -53,6 +54,7 @@ def rollouts_on_host(recipe: Recipe) -> dict[str, int]:
         return {}
     rollout, policy, answers = recipe.rollout, recipe.policy, recipe.global_batch
     passes = int(scores_old(recipe.objective, policy)) + int(policy.beta > 0)
+    passes += OF_VALUES if recipe.values else 0
     tokens = answers * rollout.max_completion_length * (1 + rollout.dynamic_sampling)
     drawn = rollout.in_flight(answers) * rollout.max_completion_length
     return {

@@ -24,12 +24,15 @@ from memfit.plan.memory.explain import explain
 from memfit.plan.memory.rollouts import (
     CALLS,
     OF_CALLS,
+    SCORES,
     Calls,
     cache_of,
     explain_calls,
     inputs_of_answers,
+    inputs_of_values,
     key_dtype,
     rest_of_answers,
+    rest_of_update,
     results_of_updates,
     scored_phases,
     walk_calls,
@@ -265,9 +268,11 @@ def describe_answers(recipe: Recipe) -> Answering | None:
     if not recipe.samples:
         return None
     return Answering(
-        old=scores_old(recipe.objective, recipe.policy),
-        reference=recipe.policy.beta > 0,
+        old=recipe.policy.num_iterations > 1
+        or (not recipe.values and scores_old(recipe.objective, recipe.policy)),
+        reference=recipe.policy.beta > 0 and not recipe.values,
         heated=loss_temperature(recipe.objective, recipe.rollout) != 1.0,
+        values=recipe.values,
     )
 
 
@@ -320,8 +325,7 @@ class Outline:
 
     def scoring(self, recipe: Recipe, phase: Phase) -> Passes:
         """A forward that scores the tokens of a micro-batch."""
-        of = "policy" if phase is Phase.SCORE else "reference"
-        setting = replace(without_history(self.setting), scores=of)
+        setting = replace(without_history(self.setting), scores=SCORES[phase])
         return self._ask(find_answers(setting), recipe)[0]
 
     def _ask(self, answers: Answers, recipe: Recipe) -> list[Passes]:
@@ -415,8 +419,7 @@ class _Step:
             level.note(Phase.LOAD, hold((Kind.TEMPORARY, "blocks"), [starting], self.device))
         rests = {}
         if self.recipe.samples:
-            scored = len(scored_phases(self.recipe))
-            rests = rest_of_answers(self.recipe, self.device, scored, advantages=True)
+            rests = rest_of_update(self.recipe, self.device)
         level.add(rests)
         if self.recipe.optimizer.in_backward:  # states appear in the first backward alone
             self.passes, following = self.passes[:1], self.passes[1:]
@@ -465,7 +468,7 @@ class _Step:
         walk_calls(level, cache, outline.calls(recipe), outline.counts)
         for number, phase in enumerate(scored_phases(recipe), start=1):
             held = dict(level.live)
-            level.add(rest_of_answers(recipe, self.device, number, advantages=False))
+            level.add(rest_of_answers(recipe, self.device, number))
             level.note(phase)
             level.add(self._ids())
             walk_forward(level, phase, outline.scoring(recipe, phase), outline.counts)
@@ -558,7 +561,12 @@ class _Step:
                     self._cublas = {}
                 level.walk(phase, stretch, times)
         level.note(backward)
-        for one in later:
+        policies = 1 + (self.recipe.accumulation > 1)
+        for number, one in enumerate(later, start=1):
+            if self.recipe.values and number == policies:
+                level.add(inputs, -1)
+                inputs = inputs_of_values(self.recipe, self.device)
+                level.add(inputs)
             for segments in (one.forward, one.loss, one.backward):
                 for stretch, times in expand(segments, counts):
                     level.walk(more, stretch, times)

@@ -19,11 +19,13 @@ from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import scores_old
 
 FP32, INT64 = DTYPE_BYTES["float32"], DTYPE_BYTES["int64"]
-FIGURES = 6  # fp32 that an update's log has
+FIGURES, OF_VALUES = 6, 3  # fp32 that an update's log has, and a value's
+OF_AIMS = 3  # fp32 of a token that a value's micro-batch receives
 BATCH = (Kind.INPUT, "batch")
+SCORES = {Phase.SCORE: "policy", Phase.REFERENCE: "reference", Phase.VALUES: "value"}
 OF_CALLS = (Kind.KV_CACHE, Kind.ACTIVATIONS, Kind.LOGITS, Kind.TEMPORARY)  # explained by them
 CALLS = (Phase.PREFILL, Phase.DECODE)
-SCORED = (Phase.SCORE, Phase.REFERENCE)
+SCORED = (Phase.SCORE, Phase.REFERENCE, Phase.VALUES)
 
 
 class Calls(NamedTuple):
@@ -41,25 +43,49 @@ def inputs_of_answers(recipe: Recipe, device: Device) -> Parts:
     if device.is_cpu:
         return {}
     rows = recipe.micro_batch
-    return hold(BATCH, _batch(recipe, rows, scored=len(scored_phases(recipe))), device)
+    return hold(BATCH, _batch(recipe, rows, scored=_needed(recipe)), device)
+
+
+def inputs_of_values(recipe: Recipe, device: Device) -> Parts:
+    """Of a micro-batch whose values are learned: ids, labels, values before, returns, and where."""
+    if device.is_cpu:
+        return {}
+    tokens = recipe.micro_batch * recipe.sequence_length
+    return hold(BATCH, [tokens * INT64] * 2 + [tokens * FP32] * OF_AIMS, device)
+
+
+def _needed(recipe: Recipe) -> int:
+    """Log-probabilities that an update receives: PPO's penalty is in its rewards already."""
+    if recipe.values:
+        return int(recipe.policy.num_iterations > 1)
+    return len(scored_phases(recipe))
 
 
 def _batch(recipe: Recipe, rows: int, *, scored: int, advantages: bool = True) -> list[int]:
     tokens = rows * recipe.sequence_length
     each = [tokens * INT64, tokens * INT64, tokens * FP32, *[tokens * FP32] * scored]
-    return [*each, rows * FP32] if advantages else each
+    return [*each, (tokens if recipe.values else rows) * FP32] if advantages else each
 
 
-def rest_of_answers(recipe: Recipe, device: Device, scored: int, *, advantages: bool) -> Parts:
-    """What of a rollout is in the device's memory from its end to that of its updates.
+def rest_of_update(recipe: Recipe, device: Device) -> Parts:
+    """What of a rollout is in the device's memory while it is learned from."""
+    return _rest(recipe, device, _needed(recipe), advantages=True)
 
-    scored: how often log-probabilities are there. Rewards, by each function too, and which answers
-    count are no tensors of a batch.
-    """
+
+def rest_of_answers(recipe: Recipe, device: Device, scored: int) -> Parts:
+    """The same from its end to the update; scored: how often numbers of tokens are there."""
+    return _rest(recipe, device, scored, advantages=False)
+
+
+def _rest(recipe: Recipe, device: Device, scored: int, *, advantages: bool) -> Parts:
+    """Rewards, by each function too, and which answers count are no tensors of a batch."""
     if not device.is_cpu:
         return {}
     rows = recipe.global_batch
-    batch = hold(BATCH, _batch(recipe, rows, scored=scored, advantages=advantages), device)
+    sizes = _batch(recipe, rows, scored=scored, advantages=advantages)
+    if recipe.values and advantages:
+        sizes += [rows * recipe.sequence_length * FP32] * OF_AIMS
+    batch = hold(BATCH, sizes, device)
     functions = max(len(recipe.reward.funcs), 1)
     return {**batch, (Kind.TEMPORARY, OWNER): rows * (FP32 + FP32 * functions + 1)}
 
@@ -73,7 +99,7 @@ def key_dtype(model: Model, recipe: Recipe) -> str:
 
 def scored_phases(recipe: Recipe) -> tuple[Phase, ...]:
     """The forwards without a gradient before the update."""
-    runs = scores_old(recipe.objective, recipe.policy), recipe.policy.beta > 0
+    runs = scores_old(recipe.objective, recipe.policy), recipe.policy.beta > 0, recipe.values
     return tuple(phase for phase, here in zip(SCORED, runs, strict=True) if here)
 
 
@@ -81,8 +107,8 @@ def results_of_updates(recipe: Recipe, updates: int) -> Parts:
     """What is left of earlier updates with one rollout until the next one is over."""
     if not updates:
         return {}
-    last = FP32 * (2 if recipe.optimizer.clip_norm else 1)  # its loss, and the gradients' norm
-    return {(Kind.TEMPORARY, "loss"): updates * FIGURES * FP32 + last}
+    figures = FIGURES + (OF_VALUES if recipe.values else 0)
+    return {(Kind.TEMPORARY, "loss"): updates * figures * FP32}
 
 
 def cache_of(a: Architecture, slots: Slots, dtype: str, device: Device) -> Parts:

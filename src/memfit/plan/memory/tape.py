@@ -38,7 +38,7 @@ from memfit.plan.memory.predicted_memory import (
     without_shape,
     worst_batch,
 )
-from memfit.plan.memory.rollouts import cache_sizes, key_dtype, scored_phases
+from memfit.plan.memory.rollouts import SCORES, cache_sizes, key_dtype, scored_phases
 from memfit.plan.memory.saving import gather_chains
 from memfit.plan.simulate.blocks import AFTER_PRODUCT
 from memfit.plan.simulate.sampled.rollout import (
@@ -371,8 +371,8 @@ class _Writer:
         self.drop(cache)
         for phase in scored_phases(recipe):
             self.enter(phase)
-            of = "policy" if phase is Phase.SCORE else "reference"
-            recording = _record(replace(without_history(self.setting), scores=of), batch)
+            setting = replace(without_history(self.setting), scores=SCORES[phase])
+            recording = _record(setting, batch)
             for _ in range(min(2, recipe.accumulation)):
                 self._play_alone(recording.meter, [slice(0, recording.stop)])
 

@@ -290,7 +290,7 @@ def _check_sampled(request: Request, field: str) -> None:
         raise InvalidRequest(
             f"`objective: {request.task.objective}` samples no answers, so that it has no"
             f" `rollout.{field}`",
-            hint="use `task.objective: grpo` or `rloo`, or solve for `sequence_length`",
+            hint="use `task.objective: grpo`, `rloo` or `ppo`, or solve for `sequence_length`",
         )
 
 

@@ -45,6 +45,7 @@ from memfit.plan.request.objectives.sampled import (
     choose_policy,
     choose_reward,
     choose_rollout,
+    choose_value,
     samples,
     settle_allocator,
 )
@@ -386,6 +387,7 @@ def first_recipe(
         rollout=choose_rollout(request),
         policy=choose_policy(request, method),
         reward=choose_reward(request),
+        value=choose_value(request),
         lora=_lora(request, problem) if method in ADAPTED else Lora(),
         freeze=_freeze(request, problem) if method == "freeze" else Freeze(),
         base_format=base if method != "full" else _full_format(precision),

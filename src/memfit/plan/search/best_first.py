@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from memfit.base_formats import is_quantised
 from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.families.capabilities.added import can_select, check_selective
+from memfit.objectives import find_objective
 from memfit.optimizers.shared.offloaded import why_not_offloaded
 from memfit.parallelism.context import KERNELS
 from memfit.parallelism.limits import refuse, why_no_mesh
@@ -243,6 +244,8 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
         methods = ["lora"]  # nothing else trains beside a quantised base
     elif request.method == "auto" and find_weights(request, problem.reference) == "random":
         methods = ["full"]  # an adapter on random weights has nothing to adapt
+    if request.method == "auto" and find_objective(request.task.objective).values:
+        methods = ["lora"]
     needs_adapter = request.preference.reference == "adapter-off" or pair_losses(
         request.task.objective
     )

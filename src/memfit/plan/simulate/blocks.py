@@ -22,6 +22,7 @@ from memfit.families.shared.forward import (
     Weights,
     base_alone,
     module,
+    of_value,
     row_log_probs,
     row_scores,
 )
@@ -34,7 +35,7 @@ from memfit.plan.simulate.fsdp_units import Named, Units
 from memfit.plan.simulate.in_backward import Updates
 from memfit.plan.simulate.one_block import run_block
 from memfit.plan.simulate.program import Comparing, OwnProgram
-from memfit.plan.simulate.sampled.update import reinforce, score_tokens
+from memfit.plan.simulate.sampled.update import learn_values, reinforce, score_tokens
 from memfit.plan.simulate.setting import (
     Batch,
     Block,
@@ -198,6 +199,8 @@ class Simulation:
             for w, b in self.blocks
             if bare
         ]
+        valued = setting.answers is not None and setting.answers.values
+        self.valued = [(of_value(w), b) for w, b in self.blocks if valued]
         self.without_gradient = [
             (
                 {name: weight.detached() for name, weight in w.items()},
@@ -212,6 +215,7 @@ class Simulation:
             self.meter.on_product = self._note_product
         self.marks: list[Mark] = []
         self.rewards: Tensor | None = None
+        self.values: Tensor | None = None  # sums of what a value's micro-batches say
 
     def _tie(self, a: Architecture) -> None:
         """The embedding is a head that has no weight of its own, or has a trained copy alone."""
@@ -265,8 +269,12 @@ class Simulation:
                 weight.grad = None
         if setting.next_step:
             self.rewards = None  # another step's
-        later = self._micro_batch() if setting.accumulates or setting.next_step else None
-        return self._recording([first, *([later] if later else [])])
+        repeats = setting.accumulates or setting.next_step
+        later = self._micro_batch(leaves=not self.valued) if repeats else None
+        passes = [first, *([later] if later else [])]
+        if self.valued and not setting.evaluates:
+            passes += [self._micro_batch(of_values=True, leaves=False) for _ in list(passes)]
+        return self._recording(passes)
 
     def _recording(self, passes: list[list[Mark]]) -> Recording:
         stop = len(self.meter.events)
@@ -297,8 +305,8 @@ class Simulation:
         self.marks.append(Mark(name, len(self.meter.events), self.meter.flop))
         self.meter.owner = owner
 
-    def make_batch(self) -> Inputs:
-        """The tensors of one micro-batch."""
+    def make_batch(self, *, of_values: bool = False) -> Inputs:
+        """The tensors of one micro-batch; of_values: whose values are learned."""
         meter, batch = self.meter, self.batch
         meter.owner = "batch"
         shape = (batch.rows, batch.tokens)
@@ -316,7 +324,7 @@ class Simulation:
         if self.setting.learns == "conversations":
             context = meta.empty(meter, shape, "int64", Kind.INPUT)
         rated = self._make_rated(shape) if self.setting.rates else None
-        answers = self._make_answers(shape)
+        answers = self._make_aims(shape) if of_values else self._make_answers(shape)
         return Inputs(input_ids, labels, position_ids, reference, context, rated, answers)
 
     def _make_answers(self, shape: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -324,8 +332,13 @@ class Simulation:
         answers = self.setting.answers
         if answers is None or self.setting.scores:
             return ()
-        shapes = [shape, shape[:1], *[shape] * (answers.old + answers.reference)]
+        gains = shape if answers.values else shape[:1]
+        shapes = [shape, gains, *[shape] * (answers.old + answers.reference)]
         return tuple(meta.empty(self.meter, one, "float32", Kind.INPUT) for one in shapes)
+
+    def _make_aims(self, shape: tuple[int, int]) -> tuple[Tensor, ...]:
+        """Values in the rollout, what they are to be, and where."""
+        return tuple(meta.empty(self.meter, shape, "float32", Kind.INPUT) for _ in range(3))
 
     def _make_rated(self, shape: tuple[int, int]) -> Rated:
         meter, rows = self.meter, shape[:1]
@@ -350,9 +363,10 @@ class Simulation:
         )  # fmt: skip
         return forward, inputs.labels
 
-    def _micro_batch(self) -> list[Mark]:
+    def _micro_batch(self, *, of_values: bool = False, leaves: bool = True) -> list[Mark]:
+        """leaves: whether its loss is there when it ends."""
         meter = self.meter
-        inputs = self.make_batch()
+        inputs = self.make_batch(of_values=of_values)
         forward, labels = self.make_forward(inputs)
         self.marks = []
         sums: Tensor | None = None
@@ -362,25 +376,16 @@ class Simulation:
             forward = self.units.begin(forward)
         meter.casts = {} if self.setting.caches else None
         with meter.with_autocast(self.setting.autocast):
-            if self.setting.compares is not None:
-                loss = self._compare(self.setting.compares, forward, boundaries)
-            elif inputs.rated is not None:
-                loss, sums = self._rate(forward, inputs, inputs.rated, boundaries)
-            elif self.setting.scores:
+            if self.setting.scores:
                 score_tokens(self, forward, labels, of=self.setting.scores)
                 self.mark("end", "")
                 return self.marks
+            if of_values:
+                loss, sums = learn_values(self, forward, boundaries)
             elif self.setting.answers is not None:
                 loss, sums = reinforce(self, forward, labels, boundaries)
-            elif self.setting.prefers:
-                loss, sums = self._prefer(forward, inputs, boundaries)
             else:
-                hidden = _backbone(
-                    self._with_attention(forward), self, self.outside, self.blocks, boundaries
-                )
-                self.mark("loss", "loss")
-                loss = self.program.loss(forward, self.outside, hidden, labels)
-                del hidden
+                loss, sums = self._learn(forward, inputs, boundaries)
             self._forget_casts(self.blocks, "loss")
         if self.units is not None:
             self.units.end(loss)
@@ -388,7 +393,10 @@ class Simulation:
             sums = None
             self.mark("end", "")
             return self.marks
-        self.rewards = self.rewards or sums  # those of later ones are added to the first's
+        if of_values:
+            self.values = self.values or sums
+        else:
+            self.rewards = self.rewards or sums  # those of later ones are added to the first's
         sums = None
         self.mark("head", "loss")
         product = meta.mul(loss, self.scale) if self.setting.scaled else loss
@@ -399,13 +407,36 @@ class Simulation:
         if self.units is not None:
             self.units.finish(self.mark)
         loss.grad_fn = product.grad_fn = None  # no loop holds a graph longer
+        if not leaves:
+            del loss, product
         self.mark("end", "")
         return self.marks
+
+    def _learn(
+        self, forward: Forward, inputs: Inputs, boundaries: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of an objective whose data has the answers, and sums where it compares them."""
+        if self.setting.compares is not None:
+            return self._compare(self.setting.compares, forward, boundaries), None
+        if inputs.rated is not None:
+            return self._rate(forward, inputs, inputs.rated, boundaries)
+        if self.setting.prefers:
+            return self._prefer(forward, inputs, boundaries)
+        hidden = _backbone(
+            self._with_attention(forward), self, self.outside, self.blocks, boundaries
+        )
+        self.mark("loss", "loss")
+        return self.program.loss(forward, self.outside, hidden, inputs.labels), None
 
     def find_hidden(self, forward: Forward, boundaries: list[int]) -> Tensor:
         """(batch, tokens, hidden) of the model that is trained."""
         forward = self._with_attention(forward)
         return _backbone(forward, self, self.outside, self.blocks, boundaries)
+
+    def find_valued(self, forward: Forward, boundaries: list[int]) -> Tensor:
+        """The same of the base with the value's adapter."""
+        forward = self._with_attention(forward)
+        return _backbone(forward, self, self.outside, self.valued, boundaries)
 
     def find_reference(self, forward: Forward) -> tuple[Weights, Tensor]:
         """The base's own weights outside of its blocks, and what its blocks make."""

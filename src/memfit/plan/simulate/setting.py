@@ -76,6 +76,7 @@ class Answering(Record, frozen=True, kw_only=True):
     old: bool  # log-probabilities under the policy that sampled
     reference: bool  # and under the reference
     heated: bool  # whether a temperature divides logits
+    values: bool = False  # whether values are learned, too, after the policy's micro-batches
 
 
 class Run(Record, frozen=True, kw_only=True):
@@ -130,7 +131,7 @@ class Setting(Record, frozen=True, kw_only=True):
     learns: str = ""  # of which tokens of preferred rows a cross-entropy is added, see `Objective`
     precomputed: bool = False  # the reference's log-probabilities come with the batch
     answers: Answering | None = None  # rows are sampled answers, which rewards judge
-    scores: str = ""  # log-probabilities of tokens alone: of the `policy`, or the `reference`
+    scores: str = ""  # numbers of tokens alone: of the `policy`, the `reference` or the `value`
     sharding: Sharding | None = None  # of one rank of many
     stages: Stages | None = None  # of a rank that holds a part of the blocks
     references: int = 0  # forwards of the base model alone before each micro-batch's own

@@ -17,7 +17,7 @@ from math import prod
 
 from msgspec.structs import replace
 
-from memfit.adapters.shared.peft_layers import MAGNITUDE
+from memfit.adapters.shared.peft_layers import MAGNITUDE, VALUE
 from memfit.core.errors import TimeUnknown
 from memfit.families import find_family
 from memfit.plan.frameworks import find_framework
@@ -48,12 +48,13 @@ from memfit.plan.step_time.update_time import Updated, count_updated, with_updat
 from memfit.plan.step_time.work import Shape
 from memfit.records import Record
 from memfit.records.hardware import Device
-from memfit.records.model import Architecture, Model, Weight
+from memfit.records.model import SCORE, Architecture, Model, Weight
 from memfit.records.recipe import Recipe
 from memfit.records.results import Time
 from memfit.records.timeline import Span, Timeline
 
 # Where the device's speed is unknown, recipes are still ranked, by rates nobody claims.
+VALUE_ADAPTER = f".{VALUE}.weight"  # in the names of its matrices
 RANKING_FLOPS, RANKING_BANDWIDTH = {"fp32": 1e12, "bf16": 1.5e12, "fp16": 1.5e12}, 5e10
 
 
@@ -117,8 +118,10 @@ def sum_up(model: Model) -> Totals:
         if len(w.shape) < 2 or w.name.endswith("_bias"):  # all experts' biases are one matrix
             continue
         numel = model.active(w)
-        if w.part == "head" and a.scores:
-            continue  # a product of rows and not of tokens: nothing beside the others
+        if w.part == "head" and (a.scores or w.name.endswith(SCORE)):
+            continue  # a number of a row or a token: nothing beside the others
+        if VALUE_ADAPTER in w.name:
+            continue  # which runs in the policy's place
         if w.part == "head":
             head, head_trained = head + numel, head_trained + numel * w.trainable
         elif w.part == "block":
@@ -165,6 +168,11 @@ def count_work(totals: Totals, recipe: Recipe) -> Work:
     recompute = (
         2 * tokens * (sum(dense[recomputed]) - sum(totals.last[recomputed])) + attention * repeated
     )
+    if recipe.values:  # the same blocks once more, without the vocabulary
+        forward += 2 * tokens * sum(dense) + attention * a.layers
+        backward += 2 * tokens * (sum(dense[first:]) + sum(trained[first:]))
+        backward += 2 * attention * entered
+        recompute *= 2
     norms = 2 * recipe.lora.rank * recipe.accumulation  # DoRA's B A, of no token
     forward += norms * sum(totals.measured)
     recompute += norms * sum(totals.measured[recomputed])
@@ -173,6 +181,7 @@ def count_work(totals: Totals, recipe: Recipe) -> Work:
     share = attention * (
         (1 + recipe.references + recipe.mismatches) * a.layers + 2 * entered + repeated
     )
+    share *= 2 if recipe.values else 1
     return Work(forward=forward, backward=backward, recompute=recompute, attention=share)
 
 

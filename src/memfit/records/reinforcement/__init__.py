@@ -16,10 +16,11 @@ from memfit.records import Record
 WAVES = 2  # of answers that stand for all: at the second, slots are filled anew
 WIDTHS = 8  # that rows of an update may have
 REACHES = 16  # that a decoding step may attend to
+INFINITE = float("inf")
 PREFILL_TOKENS = 4096  # that one call reads of prompts at most; one prompt at least
 
 # objectives whose answers are sampled while training
-Online = Literal["grpo", "rloo", "online_dpo"]
+Online = Literal["grpo", "rloo", "ppo", "online_dpo"]
 ScaleRewards = Literal["group", "batch", "none"]
 Level = Literal["token", "sequence"]
 OF_TOKENS = ("dapo", "dr_grpo", "grpo")  # values of `policy.loss_type` of objective grpo
@@ -114,10 +115,10 @@ def find_online(objective: str) -> Online:
 def scores_old(objective: str, policy: Policy) -> bool:
     """Whether log-probabilities under the policy that sampled are computed before the update.
 
-    Of updates that are on-policy they are the new ones, but RLOO's rewards are less by a KL
-    estimate of theirs.
+    Of updates that are on-policy they are the new ones, but rewards of RLOO and PPO are less by a
+    KL estimate of theirs.
     """
-    return policy.num_iterations > 1 or (objective == "rloo" and policy.beta > 0)
+    return policy.num_iterations > 1 or (objective in ("rloo", "ppo") and policy.beta > 0)
 
 
 class Rollout(Record, frozen=True, kw_only=True):
@@ -143,7 +144,7 @@ class Rollout(Record, frozen=True, kw_only=True):
         """Raise InvalidRequest for bounds within which nothing can be compared or sampled."""
         self._check_filters()
         for name, least in (
-            ("num_generations", 2), ("max_prompt_length", 1), ("max_completion_length", 1),
+            ("num_generations", 1), ("max_prompt_length", 1), ("max_completion_length", 1),
             ("dynamic_sampling", 0), ("rows", 0),
         ):  # fmt: skip
             value = getattr(self, name)
@@ -209,6 +210,26 @@ def loss_temperature(objective: str, rollout: Rollout) -> float:
     Pairs are compared by the model's own chances, as TRL's `OnlineDPOTrainer` does.
     """
     return 1.0 if pair_losses(objective) else rollout.temperature
+
+
+class ValueSettings(Record, frozen=True, kw_only=True):
+    """What PPO learns of a value beside its policy, and how advantages are made of it."""
+
+    gamma: float = 1.0  # by which later rewards count less, a token
+    lam: float = 0.95  # generalised advantage estimation's lambda (1506.02438, equation 16)
+    cliprange_value: float = 0.2  # a value moves no further from the rollout's for free
+    vf_coef: float = 0.1  # weight of the value's loss
+    whiten_rewards: bool = False  # divided by their standard deviation over the rollout
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest for a number out of its range."""
+        for name, most in (
+            ("gamma", 1.0), ("lam", 1.0), ("cliprange_value", INFINITE), ("vf_coef", INFINITE),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not 0 <= value <= most:
+                above = f" or above {most:g}" if most < INFINITE else ""
+                raise InvalidRequest(f"`value.{name}: {value:g}` is below 0{above}")
 
 
 class RewardSettings(Record, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from memfit.records import Record
 class PhaseTime(Record, frozen=True, kw_only=True):
     """One phase of an iteration, predicted, every length at its bound; None is unknown."""
 
-    phase: str  # switch, prefill, decode, reward, score, reference, update
+    phase: str  # switch, prefill, decode, reward, score, reference, values, update
     seconds: float | None
     seconds_low: float | None  # the range to expect of such predictions
     seconds_high: float | None

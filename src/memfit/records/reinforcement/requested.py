@@ -1,4 +1,4 @@
-"""`rollout`, `policy` and `reward` of a request; what is left open takes TRL 1.16's defaults."""
+"""`rollout`, `policy`, `ppo` and `reward` of a request; open keys take TRL's defaults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Size = Annotated[str, msgspec.Meta(description="a size with its unit, for exampl
 class RolloutRequest(Record, frozen=True, kw_only=True):
     """How answers are sampled; used by the objectives that sample answers."""
 
-    num_generations: Positive | Auto = "auto"  # auto: 8 of grpo, 2 of rloo and online_dpo
+    num_generations: Positive | Auto = "auto"  # auto: 8 of grpo, 2 of rloo, online_dpo; 1 of ppo
     max_prompt_length: Positive | Auto = "auto"  # auto: what a stated row leaves, else 512
     max_completion_length: Positive = 512
     temperature: PositiveFloat | Auto = "auto"  # auto: 1.0; 0.9 of online_dpo
@@ -54,6 +54,19 @@ class PolicyRequest(Record, frozen=True, kw_only=True):
     normalize_advantages: bool = False  # of rloo
     mask_truncated_completions: bool = False
     num_iterations: Positive = 1
+
+
+class PpoRequest(Record, frozen=True, kw_only=True):
+    """All of PPO's losses, by the names of TRL's `PPOConfig`; used when the objective is `ppo`."""
+
+    num_ppo_epochs: Positive = 4  # updates with each rollout
+    kl_coef: NotNegativeFloat = 0.05  # weight of the KL divergence, a part of the rewards
+    cliprange: PositiveFloat = 0.2  # ratios beyond 1 - it and 1 + it are clipped
+    cliprange_value: PositiveFloat = 0.2
+    vf_coef: PositiveFloat = 0.1  # weight of the value's loss
+    gamma: Share = 1.0
+    lam: Share = 0.95
+    whiten_rewards: bool = False
 
 
 class RewardRequest(Record, frozen=True, kw_only=True):

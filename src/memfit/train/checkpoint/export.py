@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.adapters.shared.peft_layers import PREFIX, stored_name
+from memfit.adapters.shared.peft_layers import POLICY, PREFIX, VALUE, stored_name
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.libraries import quiet_import
 from memfit.families import family_of
@@ -39,7 +39,8 @@ with quiet_import():
     from transformers import AutoConfig
 
 FOLDER = "model"
-WRITTEN = "model.json"  # of the run folder: size and SHA-256 of the model's files
+VALUE_FOLDER = "value"  # of PPO: the value's adapter with its head, as a reward model's
+WRITTEN = "{}.json"  # of the run folder: size and SHA-256 of the folder's files
 
 
 def save_model(run: Path, built: Built, tokenizer: Tokenizer, ranks: Ranks | None = None) -> Path:
@@ -48,25 +49,37 @@ def save_model(run: Path, built: Built, tokenizer: Tokenizer, ranks: Ranks | Non
     Appears whole or not at all. ranks: all take part, one weight is whole at a time, and the first
     writes. Raises RunFailed when it cannot be written.
     """
+    if built.recipe.values:
+        _put(run, VALUE_FOLDER, lambda folder: _save_adapter(folder, built, VALUE), tokenizer)
     target = run / FOLDER
-    temporary = run / f".{FOLDER}-unfinished"
     if ranks is not None and ranks.rank:
         for _ in gather_files(built, keep=False):
             pass
         ranks.wait()
         return target
+
+    def write(folder: Path) -> None:
+        if built.recipe.adapted:
+            _save_adapter(folder, built)
+        else:
+            _save_whole(folder, built, tokenizer)
+        if ranks is not None:
+            ranks.wait()
+
+    _put(run, FOLDER, write, tokenizer)
+    return target
+
+
+def _put(run: Path, name: str, write: Callable[[Path], None], tokenizer: Tokenizer) -> None:
+    """A folder of a run that appears whole or not at all."""
+    target, temporary = run / name, run / f".{name}-unfinished"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        if built.recipe.adapted:
-            _save_adapter(temporary, built)
-        else:
-            _save_whole(temporary, built, tokenizer)
-        if ranks is not None:
-            ranks.wait()
+        write(temporary)
         tokenizer.save(temporary)
         files = describe_files(temporary)
-        write_json(run / WRITTEN, {"schema": 1, "files": files})
+        write_json(run / WRITTEN.format(name), {"schema": 1, "files": files})
         if target.exists():
             shutil.rmtree(target)
         os.rename(temporary, target)
@@ -78,22 +91,24 @@ def save_model(run: Path, built: Built, tokenizer: Tokenizer, ranks: Ranks | Non
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return target
 
 
 def check_model(run: Path) -> None:
     """Raise InvalidRequest where the model of a finished run is no longer as it was written."""
-    if not (run / WRITTEN).exists():  # of a version that did not list them
-        return
-    try:
-        change = find_change(run / FOLDER, read_json(run / WRITTEN, Manifest).files)
-    except InvalidRequest as error:
-        change = error.message
-    if change:
-        raise InvalidRequest(
-            f"the run is finished, and `{run / FOLDER}` is not as it was written: {change}",
-            hint=f"remove `{run / FOLDER}`: the same command writes it again from the checkpoint",
-        )
+    for name in (FOLDER, VALUE_FOLDER):
+        listed, folder = run / WRITTEN.format(name), run / name
+        if not listed.exists():  # of a version that did not list them, or without a value
+            continue
+        try:
+            change = find_change(folder, read_json(listed, Manifest).files)
+        except InvalidRequest as error:
+            change = error.message
+        if change:
+            raise InvalidRequest(
+                f"the run is finished, and `{folder}` is not as it was written: {change}",
+                hint=f"remove `{run / FOLDER}`: the same command writes it again from the"
+                " checkpoint",
+            )
 
 
 def gather_files(built: Built, *, keep: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -216,22 +231,28 @@ def file_tensors(model: nn.Module, family: str) -> dict[str, torch.Tensor]:
     }
 
 
-def _save_adapter(folder: Path, built: Built) -> None:
-    model = cast(Any, built.model)
-    for config in model.peft_config.values():
+def _save_adapter(folder: Path, built: Built, adapter: str = POLICY) -> None:
+    model, scored = cast(Any, built.model), built.recipe.scores or adapter == VALUE
+    for name, config in model.peft_config.items():
         config.base_model_name_or_path = built.recipe.model.source or None
-        if built.recipe.scores:
+        if built.recipe.scores or name == VALUE:
             config.task_type, config.modules_to_save = "SEQ_CLS", [SCORE.partition(".")[0]]
     state = None
     if built.recipe.parallel.world > 1:
         ((_, state),) = gather_files(built, keep=True)
     with warnings.catch_warnings():  # peft calls what transformers has renamed
         warnings.simplefilter("ignore", FutureWarning)
-        model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+        model.save_pretrained(
+            str(folder), state_dict=state, save_embedding_layers=False, selected_adapters=[adapter]
+        )
+    if adapter != POLICY:  # peft writes it into a folder of its name
+        for file in (folder / adapter).iterdir():
+            file.replace(folder / file.name)
+        (folder / adapter).rmdir()
     if state is not None and built.recipe.parallel.pp > 1:  # peft keeps its own modules' alone
         named = {stored_name(name): tensor for name, tensor in state.items()}
         save_file(named, folder / ADAPTER, metadata={"format": "pt"})
-    if built.recipe.scores:
+    if scored:
         _add_score(folder / ADAPTER, built, state)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from memfit.core.libraries import quiet_import
 from memfit.families import family_of, without_dropout
+from memfit.records.model import SCORE
 from memfit.records.recipe import Recipe
 from memfit.train.model.attention import BACKENDS, register_attention
 from memfit.train.model.attention_classes import hand_on_documents, register_class
@@ -94,6 +95,12 @@ def parts(model: nn.Module) -> Parts:
     embedding = cast(nn.Module, base.get_input_embeddings())
     head = cast(nn.Module, base.get_output_embeddings() or getattr(base, "score", None))
     return Parts(base, backbone, embedding, blocks, entry, tuple(others.values()), head)
+
+
+def score_head(model: nn.Module) -> nn.Module:
+    """The head of one number, which a reward model has in place of the language model's own and a
+    value has beside it."""
+    return cast(nn.Module, getattr(base_model(model), SCORE.partition(".")[0]))
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.adapters import find_adapter
 from memfit.adapters.shared.apply import replace_parameters
-from memfit.adapters.shared.peft_layers import stored_name
+from memfit.adapters.shared.peft_layers import add_score_head, stored_name
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import read_json_table
 from memfit.families import read_model
@@ -24,7 +24,13 @@ from memfit.parallelism.whole import is_sharded, local_part, own_part, whole
 from memfit.records.model import SCORE
 from memfit.records.recipe import Recipe
 from memfit.train.distributed.pipeline import present
-from memfit.train.model.hugging_face import bare_model, base_model, parts, stored_buffers
+from memfit.train.model.hugging_face import (
+    bare_model,
+    base_model,
+    parts,
+    score_head,
+    stored_buffers,
+)
 from memfit.train.model.quantised import QuantisedLinear, quantised_modules
 
 SINGLE = "model.safetensors"
@@ -88,7 +94,7 @@ def copy_base(model: nn.Module, recipe: Recipe, source: Weights) -> None:
     base, quantised = split_base(model, recipe)
     if SCORE in base and not source.holds(SCORE):  # a language model has none
         del base[SCORE]
-        head = parts(model).head
+        head = score_head(model)
         with whole(head):
             base_model(model)._init_weights(head)
     copy_weights({**base, **stored_buffers(model)}, source)
@@ -246,6 +252,8 @@ def _fill_random(
         for name, old in module._buffers.items():
             if old is not None:
                 module._buffers[name] = torch.empty(old.shape, dtype=old.dtype, device="meta")
+    if recipe.values:
+        add_score_head(twin, read_model(recipe.model).architecture.head_input)
     replace_parameters(twin, lambda name, old: old if name in quantised else base.get(name, old))
     one = next(iter(base.values()))
     targets = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import (
     Online,
     Policy,
+    ValueSettings,
     loss_temperature,
     pair_losses,
     scores_old,
@@ -32,8 +33,9 @@ from memfit.train.rl.advantages import (
 from memfit.train.rl.policy_loss import Answers, Counts, name_sums
 from memfit.train.rl.rollout import Experience, Sampling, roll_out
 from memfit.train.rl.rows import answer_mask, lay_out
+from memfit.train.rl.values import Aims, aim, find_counted
 from memfit.train.step.build import Built
-from memfit.train.step.step import Batch, answer_log_probs, step
+from memfit.train.step.step import Batch, StepResult, answer_log_probs, row_values, step
 
 SAMPLES = 2  # answers of an iteration that the log shows
 
@@ -45,6 +47,7 @@ class Learning:
     objective: Online
     policy: Policy
     sampling: Sampling
+    value: ValueSettings = field(default_factory=ValueSettings)  # of PPO
 
     @property
     def heat(self) -> float:
@@ -125,26 +128,16 @@ def iterate(
     counted = _find_counted(learning, experience)
     mask = answer_mask(batch.labels, counted)
     scored = _score(at_work, batch)
-    advantages, divergence = _find_advantages(learning, experience, scored, mask)
+    target, scored = _find_target(at_work, experience, batch, scored, mask)
     scoring = time.perf_counter()
     rows = int(counted.sum()) if pair_losses(learning.objective) else len(mask)
     counts = Counts(rows, float(mask.sum()), rollout.max_completion_length)
-    sums, losses, norms = [], [], []
+    results = []
     for _ in range(learning.policy.num_iterations):
-        micros = _micro_batches(at_work, batch, counts, mask, advantages, scored)
-        result = step(built, micros, 1, observer.enter)
-        assert result.rewards is not None
-        sums.append(result.rewards)
-        losses.append(float(result.loss))
-        norms.append(float("nan") if result.grad_norm is None else float(result.grad_norm))
+        micros = _micro_batches(at_work, batch, counts, mask, target, scored)
+        results.append(_read(step(built, micros, 1, observer.enter)))
     updated = time.perf_counter()
-    total = torch.stack(sums).sum(0)
-    figures = _describe(experience, losses[-1]) | name_sums(learning.objective, total, rows)
-    if built.recipe.optimizer.clip_norm:
-        figures["grad_norm"] = norms[-1]
-    if learning.policy.beta:
-        own = float(total[2] / total[4].clamp(min=1.0))
-        figures["kl"] = own if divergence is None else divergence / max(counts.tokens, 1.0)
+    figures = _sum_up(built, learning, experience, results, target.divergence, counts)
     tokens = sum(len(p.ids) + len(c.ids) for p, c in zip(*experience[:2], strict=True))
     figures |= {
         "score_seconds": scoring - start,
@@ -161,9 +154,49 @@ def _find_counted(learning: Learning, experience: Experience) -> Tensor:
     """(answers,) bool: those that the loss is of."""
     if pair_losses(learning.objective):
         return find_judged_pairs(experience.rewards)
+    if learning.objective == "ppo":
+        return find_counted(experience.rewards)
     if learning.policy.mask_truncated_completions:
         return ~experience.truncated
     return torch.ones(len(experience.rewards), dtype=torch.bool)
+
+
+class _Update(NamedTuple):
+    """What one update says of itself."""
+
+    loss: float
+    norm: float
+    sums: Tensor
+    values: Tensor | None
+
+
+def _read(result: StepResult) -> _Update:
+    assert result.rewards is not None
+    norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
+    return _Update(float(result.loss), norm, result.rewards, result.values)
+
+
+def _sum_up(
+    built: Built, learning: Learning, experience: Experience, results: Sequence[_Update],
+    divergence: float | None, counts: Counts,
+) -> dict[str, float]:  # fmt: skip
+    """Figures of all updates with a rollout."""
+    total = torch.stack([result.sums for result in results]).sum(0)
+    figures = _describe(experience, results[-1].loss)
+    figures |= name_sums(learning.objective, total, counts.rows)
+    if learning.sampling.rollout.num_generations > 1:
+        figures["even_groups"] = experience.even_groups / experience.sampled_groups
+    if built.recipe.optimizer.clip_norm:
+        figures["grad_norm"] = results[-1].norm
+    if learning.policy.beta:
+        own = float(total[2] / total[4].clamp(min=1.0))
+        figures["kl"] = own if divergence is None else divergence / max(counts.tokens, 1.0)
+    values = [result.values for result in results if result.values is not None]
+    if values:
+        clipped, places, squares = torch.stack(values).sum(0).tolist()
+        figures["value_loss"] = squares / 2 / max(places, 1.0)
+        figures["clipped_values"] = clipped / max(places, 1.0)
+    return figures
 
 
 class _Scored(NamedTuple):
@@ -171,6 +204,14 @@ class _Scored(NamedTuple):
 
     old: Tensor | None
     reference: Tensor | None
+
+
+class _Target(NamedTuple):
+    """What an update aims at."""
+
+    advantages: Tensor  # (answers,), or (answers, tokens)
+    divergence: float | None  # sum of the KL estimates that rewards are less by
+    aims: Aims | None  # of values, where they are learned
 
 
 class _Work(NamedTuple):
@@ -202,20 +243,49 @@ def _score(work: _Work, batch: Batch) -> _Scored:
     old = reference = None
     if scores_old(work.learning.objective, policy):
         work.observer.enter(Phase.SCORE)
-        old = _by_micro_batch(work, batch)
+        old = _by_micro_batch(work, batch, _log_probs)
     if policy.beta:
         work.observer.enter(Phase.REFERENCE)
         with find_adapter(work.built.recipe).switched_off(work.built.model):
-            reference = _by_micro_batch(work, batch)
+            reference = _by_micro_batch(work, batch, _log_probs)
     return _Scored(old, reference)
 
 
-def _by_micro_batch(work: _Work, batch: Batch) -> Tensor:
-    heat = work.learning.heat
+def _by_micro_batch(work: _Work, batch: Batch, of: Callable[[_Work, Batch], Tensor]) -> Tensor:
+    """(answers, tokens) on the host: one number a token."""
     found = torch.zeros(batch.labels.shape)
+    work.observer.register_batch(found)
     for at in work.slices(len(found)):
-        found[at] = answer_log_probs(work.built, work.put(batch, at), heat).log_probs.cpu()
+        found[at] = of(work, work.put(batch, at)).cpu()
     return found
+
+
+def _log_probs(work: _Work, batch: Batch) -> Tensor:
+    heat = work.learning.heat
+    return answer_log_probs(work.built, batch, heat).log_probs
+
+
+def _values(work: _Work, batch: Batch) -> Tensor:
+    return row_values(work.built, batch)
+
+
+def _find_target(
+    work: _Work, experience: Experience, batch: Batch, scored: _Scored, mask: Tensor
+) -> tuple[_Target, _Scored]:
+    """What the update aims at, and what it still needs of what was scored."""
+    learning = work.learning
+    if learning.objective != "ppo":
+        return _Target(*_find_advantages(learning, experience, scored, mask), None), scored
+    work.observer.enter(Phase.VALUES)
+    values = _by_micro_batch(work, batch, _values)
+    most = learning.sampling.rollout.max_completion_length
+    starts = torch.tensor([len(p.ids) for p in experience.prompts])
+    lengths = torch.tensor([len(c.ids) for c in experience.completions])
+    made = aim(
+        learning.policy, learning.value, experience.rewards, starts, lengths, *scored, values, most
+    )  # fmt: skip
+    old = scored.old if learning.policy.num_iterations > 1 else None
+    return _Target(*made), _Scored(old, None)
 
 
 def _find_advantages(
@@ -240,10 +310,10 @@ def _micro_batches(
     batch: Batch,
     counts: Counts,
     mask: Tensor,
-    advantages: Tensor,
+    target: _Target,
     scored: _Scored,
 ) -> Iterator[Batch]:
-    """Those of the update, each made when its turn comes."""
+    """Those of the update, each made when its turn comes: the policy's, then the value's."""
     device = work.built.device
     heat = work.learning.heat
 
@@ -252,13 +322,24 @@ def _micro_batches(
         old, reference = (None if t is None else t[at].to(device) for t in scored)
         answers = Answers(
             work.learning.objective, work.learning.policy, counts, heat,
-            mask[at].to(device), advantages[at].to(device), old, reference,
+            mask[at].to(device), target.advantages[at].to(device), old, reference,
         )  # fmt: skip
         work.observer.register_batch(answers.mask, answers.advantages, old, reference)
         return Batch(piece.input_ids, piece.labels, answers=answers)
 
+    def value(aims: Aims, at: slice) -> Batch:
+        piece = work.put(batch, at)
+        old, returns, places = (t[at].to(device) for t in aims[:3])
+        work.observer.register_batch(old, returns, places)
+        return Batch(
+            piece.input_ids, piece.labels, aims=Aims(old, returns, places, *aims[3:])
+        )  # fmt: skip
+
     for at in work.slices(len(mask)):
         yield make(at)
+    if target.aims is not None:
+        for at in work.slices(len(mask)):
+            yield value(target.aims, at)
 
 
 def _describe(experience: Experience, loss: float) -> dict[str, float]:
@@ -277,7 +358,6 @@ def _describe(experience: Experience, loss: float) -> dict[str, float]:
         "length": sum(lengths) / len(lengths),
         "longest": float(max(lengths)),
         "truncated": float(truncated),
-        "even_groups": experience.even_groups / experience.sampled_groups,
         "rollout_seconds": experience.rollout_seconds,
         "rollout_tokens_per_second": experience.sampled_tokens / experience.rollout_seconds,
         "reward_seconds": experience.reward_seconds,

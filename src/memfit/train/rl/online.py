@@ -45,7 +45,7 @@ def learning_of(recipe: Recipe, rows: object, tokenizer: Tokenizer) -> Iterator[
             judges, tokenizer.decode, partial(sample_in_slots, decode=tokenizer.decode),
             tokenizer.end, recipe.seed, recipe.reward.missing_eos_penalty,
         )  # fmt: skip
-        yield Learning(objective, recipe.policy, sampling)
+        yield Learning(objective, recipe.policy, sampling, recipe.value)
 
 
 def digest_rewards(settings: RewardSettings) -> str:

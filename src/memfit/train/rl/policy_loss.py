@@ -2,7 +2,8 @@
 
 Every sum is divided by counts of the whole global batch, which `token_weights` works in, so that
 how the batch is cut changes nothing. The formulas are TRL 1.16's (`GRPOTrainer._compute_loss`,
-`RLOOTrainer._compute_loss`, `OnlineDPOTrainer.training_step`) at one micro-batch a step.
+`RLOOTrainer._compute_loss`, `OnlineDPOTrainer.training_step`) at one micro-batch a step;
+PPO's are 1.12's (`PPOTrainer`), the last version with it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Answers(NamedTuple):
     # -1 the rejected one
     advantages: Tensor
     old: Tensor | None = None  # (rows, tokens) under the policy that sampled; None: this policy
-    reference: Tensor | None = None  # (rows, tokens); None where `beta` is 0
+    reference: Tensor | None = None  # (rows, tokens); None where `beta` is 0, and of PPO
 
 
 class LossAndSums(NamedTuple):
@@ -69,14 +70,15 @@ def policy_loss(log_probs: Tensor, answers: Answers) -> LossAndSums:
 
     grpo: clipped ratios and a KL estimate of each token. rloo: REINFORCE with the clipped ratio of
     a whole answer, whose KL divergence is part of the reward. online_dpo: a loss of each pair.
+    ppo: clipped ratios of tokens, whose KL divergence is part of their rewards.
     """
     policy = answers.policy
-    if policy.beta and answers.reference is None:
+    if policy.beta and answers.reference is None and answers.objective != "ppo":
         raise InvalidRequest(
             f"`policy.beta: {policy.beta}`, and the reference's log-probabilities are not there",
             hint="compute them for each rollout, or use `policy.beta: 0`",
         )
-    find = {"grpo": _grpo_slope, "rloo": _rloo_slope, "online_dpo": _pair_slope}[answers.objective]
+    find = SLOPES[answers.objective]
     made = _Slope.apply(log_probs, *find(log_probs.detach(), answers))  # type: ignore[no-untyped-call]
     return LossAndSums(*made)
 
@@ -164,6 +166,11 @@ def name_sums(objective: Online, sums: Tensor, rows: int) -> dict[str, float]:
     return {
         "clipped_low": low / max(counted, 1.0), "clipped_high": high / max(counted, 1.0), **shared
     }  # fmt: skip
+
+
+SLOPES = {
+    "grpo": _grpo_slope, "ppo": _grpo_slope, "rloo": _rloo_slope, "online_dpo": _pair_slope,
+}  # fmt: skip
 
 
 class _Clipped(NamedTuple):

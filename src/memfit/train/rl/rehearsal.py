@@ -64,7 +64,7 @@ def make_learning(
         partial(_sample_few, observer=observer, limits=limits), None, recipe.seed,
         recipe.reward.missing_eos_penalty,
     )  # fmt: skip
-    return Learning(find_online(recipe.objective), recipe.policy, sampling)
+    return Learning(find_online(recipe.objective), recipe.policy, sampling, recipe.value)
 
 
 def _sample_few(

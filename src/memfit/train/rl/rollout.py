@@ -196,7 +196,11 @@ class _Found:
         self._texts += texts
         self._rewards.append(verdict.rewards)
         self._by_function.append(verdict.by_function)
-        self._even += find_even_groups(verdict.rewards, rollout.num_generations).tolist()
+        group = rollout.num_generations
+        if group > 1:
+            self._even += find_even_groups(verdict.rewards, group).tolist()
+        else:  # nothing is compared within it
+            self._even += [False] * len(prompts)
         self._failures += verdict.failures
         self._seconds = [self._seconds[0] + sampling, self._seconds[1] + judging]
 

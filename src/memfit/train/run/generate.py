@@ -181,6 +181,7 @@ def build_generator(recipe: Recipe, device: str) -> nn.Module:
     alone = replace(  # one process, whatever the recipe's mesh is
         recipe, attention=kernel, recompute_blocks=0, selective_blocks=0, loss="plain",
         loss_chunk=0, compile="none", offload="none", parallel=Parallel(),
+        objective="sft" if recipe.values else recipe.objective,  # the policy alone answers
     )  # fmt: skip
     model = build_model(alone, device).eval()
     if recipe.autocast:

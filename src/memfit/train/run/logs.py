@@ -25,6 +25,7 @@ OR_NULL = (  # of steps that sample answers: a number, or null where nobody know
     "reward", "reward_std", "unjudged", "length", "longest", "truncated", "even_groups", "kl",
     "clipped_low", "clipped_high", "entropy", "rollout_seconds", "rollout_tokens_per_second",
     "reward_seconds", "score_seconds", "update_seconds", "update_tokens_per_second",
+    "value_loss", "clipped_values",
 )  # fmt: skip
 MOST_HOLES = 5  # named of a log that has many
 

@@ -21,6 +21,8 @@ MEANS = {  # figures of the last steps: unit, and what they are of
     "entropy": ("nats/token", "of the policy, when updated"),
     "clipped_low": ("of ratios", "below the lower bound"),
     "clipped_high": ("of ratios", "above the upper bound"),
+    "value_loss": ("", "half of the values' squared error, clipped"),
+    "clipped_values": ("of values", "further from the rollout's than the bound"),
 }
 
 

@@ -18,9 +18,10 @@ from memfit.parallelism.tensor import sharing
 from memfit.records.ledger import Phase
 from memfit.train.distributed.pipeline import PhaseTracker, Stage, alone, find_pipeline, run_stages
 from memfit.train.model.attention import Documents, make_band
-from memfit.train.model.hugging_face import parts
+from memfit.train.model.hugging_face import parts, score_head
 from memfit.train.rl.policy_loss import Answers, policy_loss
 from memfit.train.rl.token_log_probs import TokenLogProbs, token_log_probs
+from memfit.train.rl.values import Aims, value_loss
 from memfit.train.step.build import Built
 from memfit.train.step.in_backward import updating
 from memfit.train.step.loss import IGNORE, loss_mean
@@ -64,6 +65,7 @@ class Batch:
     # what the cross-entropy beside the loss of pairs is a mean over: tokens of the global batch
     beside: float = 1.0
     rated: RatedBatch | None = None  # of answers that are desirable or not
+    aims: Aims | None = None  # of a value that is learned of sampled answers, in the policy's place
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -84,6 +86,7 @@ class StepResult:
     scale: Tensor | None = None  # what the loss was multiplied by; None when it was not
     # (3,) or (4,) of pairs: `preference.Rewards.sums`; (6,) of answers: `LossAndSums.sums`, entropy
     rewards: Tensor | None = None
+    values: Tensor | None = None  # (3,) where a value is learned: `ValueLoss.sums`
 
 
 def nowhere(phase: Phase) -> None:
@@ -104,7 +107,7 @@ def step(
         raise InvalidRequest("a global batch holds no target token", hint="check the data's labels")
     total: Tensor | None = None
     scale = current_scale(built.scaler, built.device)
-    rewards = Rewards()
+    rewards, values = Rewards(), Rewards()
     if built.recipe.parallel.pp > 1:
         with sharing(built.recipe.parallel):
             total = _run_stages(built, list(batches), target_tokens, enter, rewards)
@@ -113,7 +116,8 @@ def step(
         if index:
             enter(Phase.ACCUMULATE)
         told = nowhere if index else enter
-        loss = _accumulate(built, batch, target_tokens, scale, told, rewards)
+        sums = rewards if batch.aims is None else values
+        loss = _accumulate(built, batch, target_tokens, scale, told, sums)
         total = loss if total is None else total.add_(loss)
         del loss, batch
     if total is None:
@@ -126,7 +130,7 @@ def step(
     norm = _clip(built)
     update(built.scaler, built.optimizer)
     built.optimizer.zero_grad(set_to_none=True)
-    return StepResult(total, norm, scale, rewards.sums)
+    return StepResult(total, norm, scale, rewards.sums, values.sums)
 
 
 def _run_stages(
@@ -248,6 +252,13 @@ def answer_log_probs(built: Built, batch: Batch, temperature: float) -> TokenLog
         built.model.train(was_training)
 
 
+def row_values(built: Built, batch: Batch) -> Tensor:
+    """(rows, tokens) fp32 of each token under the value as it is, without a gradient."""
+    valuing = find_adapter(built.recipe).valuing(built.model)
+    with evaluating(built.model), torch.no_grad(), autocast(built), valuing:
+        return _values(built, _hidden(built, batch))
+
+
 def autocast(built: Built) -> AbstractContextManager[object]:
     """Mixed precision of the recipe. Uncached: a cache would keep every weight's cast alive.
 
@@ -267,9 +278,14 @@ def _accumulate(
     enter: Enter,
     rewards: Rewards,
 ) -> Tensor:
-    """Forward, loss and backward of one micro-batch; returns its share of the mean loss."""
+    """Forward, loss and backward of one micro-batch; returns its share of the mean loss.
+
+    A value's adapter runs in the backward, too, where blocks are recomputed.
+    """
     enter(Phase.FORWARD)
-    with sharing(built.recipe.parallel):
+    valued = batch.aims is not None
+    running = find_adapter(built.recipe).valuing(built.model) if valued else nullcontext()
+    with sharing(built.recipe.parallel), running:
         with autocast(built):
             loss = _forward(built, batch, target_tokens, scale, enter, rewards)
         enter(Phase.BACKWARD)
@@ -292,6 +308,8 @@ def _forward(
     """The loss of one micro-batch; all of it is the forward of FSDP2's root where there is one."""
 
     def work() -> Tensor:
+        if batch.aims is not None:
+            return _value(built, batch, batch.aims, enter, rewards)
         if batch.answers is not None:
             return _reinforce(built, batch, batch.answers, enter, rewards)
         if built.recipe.rates:
@@ -387,6 +405,23 @@ def _reinforce(
     entropy = (scored.entropy * answers.mask).sum()
     rewards.add(torch.cat([sums, entropy.unsqueeze(0)]))
     return loss
+
+
+def _value(built: Built, batch: Batch, aims: Aims, enter: Enter, sums: Rewards) -> Tensor:
+    """The value's loss of a micro-batch of sampled answers."""
+    hidden = _hidden(built, batch)
+    enter(Phase.LOSS)
+    values = _values(built, hidden)
+    del hidden
+    loss, more = value_loss(values, aims)
+    sums.add(more)
+    return loss
+
+
+def _values(built: Built, hidden: Tensor) -> Tensor:
+    """(rows, tokens) fp32: what the head of one number makes of each token."""
+    values: Tensor = score_head(built.model)(hidden)
+    return values.float().squeeze(2)
 
 
 def _hidden(built: Built, batch: Batch, received: Tensor | None = None) -> Tensor:

@@ -9,14 +9,16 @@ from memfit.objectives import Objective, find_objective
 from memfit.plan.memory.verdict import doubt_other_lengths
 from memfit.records.hardware import Device
 from memfit.records.objectives import (
+    check_answered_once,
     check_no_preference,
     check_sampled_pairs,
     check_two_answers,
+    check_values,
     refuse_sampled,
 )
 from memfit.records.recipe import ADAPTED, Method, Recipe
-from memfit.records.reinforcement import Policy, RewardSettings, Rollout, pair_losses
-from memfit.records.reinforcement.requested import PolicyRequest
+from memfit.records.reinforcement import Policy, RewardSettings, Rollout, ValueSettings, pair_losses
+from memfit.records.reinforcement.requested import PolicyRequest, PpoRequest
 from memfit.records.request import PreferenceRequest, Request
 from memfit.records.results import Memory
 
@@ -34,6 +36,11 @@ OWNERS = {  # keys of `policy` that not every objective has
         ("epsilon", "epsilon_high", "mask_truncated_completions", "num_iterations"),
         ("grpo", "rloo"),
     ),
+}  # fmt: skip
+# what PPO calls the keys of `policy` that it has
+OF_PPO = {
+    "beta": "kl_coef", "epsilon": "cliprange", "epsilon_high": "cliprange",
+    "num_iterations": "num_ppo_epochs",
 }  # fmt: skip
 EXPANDABLE = "expandable_segments:True"
 UNUSED = {"auto": "none", "none": "none"}  # of `offload`
@@ -73,7 +80,11 @@ def check_sampled(request: Request) -> None:
         qat=request.qat if request.qat != "none" else "",
         global_batch=request.global_batch, generations=request.generations,
     )  # fmt: skip
-    choose_policy(request, "lora" if request.method == "auto" else request.method)
+    method: Method = "lora" if request.method == "auto" else request.method
+    if find_objective(objective).values:
+        check_values(objective, method)
+        check_answered_once(request.rollout.dynamic_sampling)
+    choose_policy(request, method)
     if pair_losses(objective):
         micro = request.micro_batch
         check_no_preference(objective, stated=request.preference != PreferenceRequest())
@@ -124,9 +135,16 @@ def choose_policy(request: Request, method: Method, *, second: bool = False) -> 
     second: whether the step may hold a second model, the reference of what is trained whole.
     """
     objective = find_objective(request.task.objective)
+    check_ppo(request)
     if objective.sampled is None:
         return Policy()
     stated = request.policy
+    if objective.values:
+        ppo = request.ppo
+        return Policy(
+            beta=ppo.kl_coef, epsilon=ppo.cliprange, epsilon_high=ppo.cliprange,
+            num_iterations=ppo.num_ppo_epochs,
+        )  # fmt: skip
     _check_owners(stated, objective.name)
     beta = stated.beta
     if objective.pairs_samples:
@@ -180,6 +198,42 @@ def _choose_of_pairs(stated: PolicyRequest, objective: Objective, method: Method
     return made
 
 
+def check_ppo(request: Request) -> None:
+    """Raise InvalidRequest for keys of `ppo` under another objective, and of `policy` under it."""
+    objective = find_objective(request.task.objective)
+    if not objective.values and (stated := _find_stated(request.ppo, PpoRequest())):
+        near = {new: old for old, new in OF_PPO.items()}.get(stated)
+        raise InvalidRequest(
+            f"`ppo.{stated}: {getattr(request.ppo, stated)}` under `objective: {objective.name}`",
+            hint=f"write `policy.{near}`" if near and objective.samples
+            else "it is of `objective: ppo`",
+        )  # fmt: skip
+    if objective.values and (stated := _find_stated(request.policy, PolicyRequest())):
+        raise InvalidRequest(
+            f"`policy.{stated}: {getattr(request.policy, stated)}` under `objective: ppo`, whose"
+            " keys are those of TRL's PPOConfig",
+            hint=f"write `ppo.{OF_PPO[stated]}`" if stated in OF_PPO
+            else f"it has no `{stated}`; its keys are under `ppo`",
+        )  # fmt: skip
+
+
+def _find_stated(stated: PolicyRequest | PpoRequest, usual: PolicyRequest | PpoRequest) -> str:
+    """The first key that differs from its default; "" where none does."""
+    names = stated.__struct_fields__
+    return next((n for n in names if getattr(stated, n) != getattr(usual, n)), "")
+
+
+def choose_value(request: Request) -> ValueSettings:
+    """Of a recipe."""
+    if not find_objective(request.task.objective).values:
+        return ValueSettings()
+    ppo = request.ppo
+    return ValueSettings(
+        gamma=ppo.gamma, lam=ppo.lam, cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef,
+        whiten_rewards=ppo.whiten_rewards,
+    )  # fmt: skip
+
+
 def choose_reward(request: Request) -> RewardSettings:
     """Of a recipe."""
     if not samples(request):
@@ -209,7 +263,9 @@ def describe_sampled(request: Request, recipe: Recipe) -> str:
     if request.rollout.rows == "auto" and rollout.rows:
         parts.append(f"{rollout.rows} of them in flight (`rollout.rows`)")
     usual = find_objective(recipe.objective).sampled
-    if request.policy.beta == "auto":
+    if recipe.values:
+        parts.append("the value is a second adapter with a head of one number")
+    elif request.policy.beta == "auto":
         whole = usual is not None and usual.beta and not policy.beta
         why = " (what is trained whole has no reference)" if whole else ""
         parts.append(f"beta {policy.beta:g}{why}")

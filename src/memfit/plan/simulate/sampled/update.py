@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from memfit import meta
-from memfit.families.shared.forward import Forward, Weights, token_log_probs
+from memfit.families.shared.forward import Forward, Weights, token_log_probs, token_values
 from memfit.meta import Tensor
 from memfit.meta.losses.policy import FIGURES, policy_loss
+from memfit.meta.losses.values import value_loss
 from memfit.plan.simulate.setting import Setting
 
 
@@ -22,6 +23,9 @@ class Simulated(Protocol):
 
     def find_hidden(self, forward: Forward, boundaries: list[int]) -> Tensor:
         """(batch, tokens, hidden) of the model that is trained."""
+
+    def find_valued(self, forward: Forward, boundaries: list[int]) -> Tensor:
+        """The same of the base with the value's adapter."""
 
     def find_reference(self, forward: Forward) -> tuple[Weights, Tensor]:
         """The base's own weights outside of its blocks, and what its blocks make."""
@@ -47,9 +51,25 @@ def reinforce(
     return loss, figures
 
 
+def learn_values(
+    simulation: Simulated, forward: Forward, boundaries: list[int]
+) -> tuple[Tensor, Tensor]:
+    """The same of a micro-batch whose values are learned."""
+    hidden = simulation.find_valued(forward, boundaries)
+    simulation.mark("loss", "loss")
+    values = token_values(forward, simulation.outside, hidden)
+    del hidden
+    return value_loss(values)
+
+
 def score_tokens(simulation: Simulated, forward: Forward, labels: Tensor, *, of: str) -> None:
-    """A forward that keeps nothing; of: the `policy` or the `reference`."""
+    """A forward that keeps nothing; of: the `policy`, the `reference` or the `value`."""
     setting = simulation.setting
+    if of == "value":
+        hidden = simulation.find_valued(forward, [])
+        simulation.mark("loss", "loss")
+        token_values(forward, simulation.outside, hidden)
+        return
     outside, made = simulation.outside, []  # a list, as only what is called next names its content
     if of == "reference":
         outside, hidden = simulation.find_reference(forward)

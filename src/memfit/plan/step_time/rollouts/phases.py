@@ -21,6 +21,12 @@ from memfit.records.model import Architecture
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import PREFILL_TOKENS, scores_old
 
+UNDER = {
+    "score": "under the policy that sampled",
+    "reference": "the adapter switched off",
+    "values": "with the value's adapter",
+}
+
 
 class Phase(NamedTuple):
     """One part of an iteration; tokens: that it reads, samples or learns from."""
@@ -94,15 +100,28 @@ def time_iteration(
     if recipe.policy.beta:
         phases.append(_score(setting, recipe, counts, device, "reference"))
     update = predict_step(setting)
+    if recipe.values:
+        phases.append(_score(setting, recipe, counts, device, "values"))
+        update = with_values(update)
     times = recipe.policy.num_iterations
     phases.append(
         Phase(
             "update", times * float(update.total), times * counts.answers * recipe.sequence_length,
             "compute", f"{times} of {recipe.accumulation} micro-batches of {recipe.micro_batch}"
-            f" rows of {recipe.sequence_length} tokens",
+            f" rows of {recipe.sequence_length} tokens"
+            + (", for the policy and for the value" if recipe.values else ""),
         )
     )  # fmt: skip
     return Iteration(tuple(phases), update)
+
+
+def with_values(parts: Parts) -> Parts:
+    """A step whose blocks run for the policy, and once more for the value without the vocabulary's
+    head."""
+    return parts._replace(
+        forward=2 * parts.forward, backward=2 * parts.backward, repeated=2 * parts.repeated,
+        tensor=2 * parts.tensor, waiting=2 * parts.waiting,
+    )  # fmt: skip
 
 
 def _switch(setting: Setting, recipe: Recipe, architecture: Architecture, counts: Counts) -> Phase:
@@ -162,9 +181,10 @@ def reaches(counts: Counts, step: int) -> Iterator[tuple[int, int]]:
 def _score(setting: Setting, recipe: Recipe, counts: Counts, device: Device, name: str) -> Phase:
     """A forward without a gradient of all rows, in the update's micro-batches."""
     alone = name == "reference"
-    each = _forward(setting, device, adapters=not alone) + float(score_head(setting))
-    because = "a forward of all rows without a gradient"
-    because += ", the adapter switched off" if alone else ", under the policy that sampled"
+    each = _forward(setting, device, adapters=not alone)
+    if name != "values":
+        each += float(score_head(setting))
+    because = f"a forward of all rows without a gradient, {UNDER[name]}"
     tokens = counts.answers * recipe.sequence_length
     return Phase(name, recipe.accumulation * each, tokens, "compute", because)
 
