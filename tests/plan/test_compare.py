@@ -74,12 +74,12 @@ def test_offers_are_of_the_step_that_is_asked_for():
 
 def test_more_devices_than_rows_share_products():
     """A batch of fewer rows than devices was refused, though nobody had asked for a mesh."""
-    found = api.compare(ask(batch=16), "h100-sxm:64")
-    assert found.plan.recipe.parallel.tp == 4
-    assert found.plan.recipe.global_batch == 16
-    for other in (ask(batch=16, method="lora"), ask(batch=8)):  # no such adapters; 4 heads of keys
-        (row,) = api.compare(other, "h100-sxm:64").rows
-        assert "is not a multiple of 64: 64 ranks" in row.because
+    for asked in (ask(batch=16), ask(batch=16, method="lora")):
+        found = api.compare(asked, "h100-sxm:64")
+        assert found.plan.recipe.parallel.tp == 4
+        assert found.plan.recipe.global_batch == 16
+    (row,) = api.compare(ask(batch=8), "h100-sxm:64").rows  # 4 heads of keys
+    assert "is not a multiple of 64: 64 ranks" in row.because
 
 
 def test_machines_of_an_offer_can_be_said():
