@@ -24,7 +24,7 @@ from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, iterate
 from memfit.train.rl.rehearsal import Constant
 from memfit.train.rl.rollout import Prompt, Sampling
-from memfit.train.rl.sampling import sample_in_slots
+from memfit.train.rl.sampling import answer_greedily, sample_in_slots
 from memfit.train.step.build import Built, build_model, build_optimizer
 
 ROLLOUT = Rollout(num_generations=2, max_prompt_length=20, max_completion_length=28, rows=3)
@@ -175,3 +175,25 @@ def test_answers_of_any_lengths_hold_no_more_than_the_trace(rows, group):
     assert rollout_phases < set(real.peaks)
     for phase in set(real.peaks) - {Phase.LOAD}:
         assert real.peaks[phase] <= fake.phases[phase], phase
+
+
+def test_held_out_prompts_are_answered_within_what_a_rollout_holds():
+    """As many rows are in flight, and no more prompts are read at once; sampling holds more."""
+    recipe = make_recipe("llama", method="lora", accumulation=6, objective="grpo")
+    for rows, group in ((3, 2), (8, 4), (0, 3)):
+        rollout = replace(ROLLOUT, rows=rows, num_generations=group)
+        recipe = replace(recipe, rollout=rollout, policy=KL, reward=REWARD)
+        fake = trace_iterations(recipe, CPU)
+        model = build_model(recipe, "cpu")
+        fill_weights(model, recipe)
+        live = LiveBytes("cpu")
+        live.register_model(model)
+        optimizer = build_optimizer(recipe, model)
+        live.register_optimizer(optimizer)
+        built = Built(recipe, model, optimizer)
+        prompts = [[3] * (20 - n % 3) for n in range(17)]
+        with live:
+            answer_greedily(built, prompts, rollout, recipe.global_batch, None, observer=live)
+        assert {Phase.PREFILL, Phase.DECODE} <= set(live.peaks)
+        for phase in (Phase.PREFILL, Phase.DECODE):
+            assert 0 < live.peaks[phase] <= fake.phases[phase], (rows, group, phase)

@@ -442,7 +442,6 @@ REFUSED = {
     "scaled": ({"precision": "fp16-mixed"}, "precision: fp16-mixed"),
     "no reference": ({"method": "full", "policy": {"beta": 0.1}}, "the reference no more"),
     "bnpo": ({"policy": {"loss_type": "bnpo"}}, "divides by the tokens of a micro-batch"),
-    "held out": ({"task": {"evaluation": "x.jsonl"}}, "held-out prompts are not built yet"),
     "another's key": ({"policy": {"normalize_advantages": True}}, "it is of `objective: rloo`"),
     "another's step": ({"framework": "trl"}, "not how it samples and judges"),
     "a misspelt reward": ({"reward": {"funcs": ["numbr"]}}, "did you mean `number`"),

@@ -2,12 +2,15 @@
 
 import io
 import json
+import math
 import os
 import random
 import re
 import signal
+import statistics
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -16,7 +19,12 @@ from rollout_kills import PARTS, start_runs
 from safetensors import safe_open
 from tiny_rollouts import LORA, REWARDS, ROLLOUT, recipe_of, run, write_data
 from tiny_runs import CONFIG
-from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 from memfit import api
 from memfit.core.errors import InvalidRequest, RunFailed
@@ -35,7 +43,7 @@ from memfit.train.rl.prompts import PromptRows, read_prompts
 from memfit.train.rl.rewards.functions import BUILT_IN
 from memfit.train.run.generate import generate
 from memfit.train.run.logs import read_log
-from memfit.train.run.loop import train, untouched
+from memfit.train.run.loop import Cadence, train, untouched
 from memfit.train.run.progress import Moment, Silent, describe
 
 PAIRS = {
@@ -194,6 +202,77 @@ def asked(root, file, **task):
         "rollout": {"num_generations": 4, "max_prompt_length": 12, "max_completion_length": 6},
         "reward": {"funcs": [f"{root / 'data' / 'rewards.py'}:digits"]},
     }  # fmt: skip
+
+
+def held_out_of(recipe, file, share=0.25):
+    """Which prompts are held out, as `datasets` draws them."""
+    count = len(file.read_text().splitlines())
+    order = np.random.default_rng(Request(model=CONFIG).seed).permutation(count)
+    return {f"Say {n}:" for n in order[: math.ceil(share * count)]}
+
+
+def test_held_out_prompts_are_answered_greedily_and_drawn_by_no_rollout(place, tmp_path):
+    """The answers are Hugging Face's own of the weights that the run ends with."""
+    root, file, cache = place
+    (tmp_path / "seen.py").write_text(
+        "import json\n"
+        "def seen(prompts, completions, **_):\n"
+        f"    with open({str(tmp_path / 'seen.jsonl')!r}, 'a') as file:\n"
+        "        file.write(json.dumps([prompts, completions]) + '\\n')\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    reward = RewardSettings(funcs=(f"{tmp_path / 'seen.py'}:seen",))
+    recipe = recipe_of(root / "data", reward=reward, steps=4)
+    task = Task(objective="grpo", data=str(file), evaluation_share=0.25)
+    folder, cadence = tmp_path / "run", Cadence(save_every=2, evaluate_every=2)
+    made = train(recipe, Request(model=CONFIG, task=task), folder, cadence=cadence, cache=cache)
+    calls = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    held = held_out_of(recipe, file)
+    kinds = [{*prompts} <= held for prompts, _ in calls]
+    assert kinds == [False, False, True, False, False, True]
+    assert all(not {*prompts} & held for prompts, _ in calls[:2])
+    prompts, answers = calls[-1]
+    assert {*prompts} == held
+    assert len(prompts) == len(held) == 6
+    rows = read_log(folder)
+    assert [("evaluation_reward" in row) for row in rows] == [False, True, False, True]
+    lengths = [float(len(text)) for text in answers]
+    assert rows[-1]["evaluation_reward"] == pytest.approx(statistics.mean(lengths))
+    error = statistics.stdev(lengths) / math.sqrt(6)
+    assert rows[-1]["evaluation_reward_error"] == pytest.approx(error)
+    found = made.measurements["reward.evaluation"]
+    assert (found.value, found.n) == (rows[-1]["evaluation_reward"], 6)
+    assert "greedy answers to 6 held-out prompts, step 4" in found.counter
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        told = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        assert tokenizer.decode(told, skip_special_tokens=True) == answer
+
+
+def test_evaluations_change_nothing_of_what_is_learned(place, tmp_path):
+    """A file of held-out prompts; longer ones are left out and said."""
+    root, file, cache = place
+    other = tmp_path / "held.jsonl"
+    lines = [{"prompt": f"Tell {n}:", "wanted": n} for n in range(3)]
+    other.write_text("\n".join(map(json.dumps, [*lines, {"prompt": "x" * 99, "wanted": 1}])))
+    recipe, weights = recipe_of(root / "data", steps=3), []
+    for evaluation in ("", str(other)):
+        folder = tmp_path / f"run{len(weights)}"
+        task = Task(objective="grpo", data=str(file), evaluation=evaluation)
+        cadence = Cadence(evaluate_every=1)
+        train(recipe, Request(model=CONFIG, task=task), folder, cadence=cadence, cache=cache)
+        weights.append(weights_of(folder))
+    assert weights[0] == weights[1]
+    assert [row["evaluation_prompts"] for row in read_log(folder)] == [3, 3, 3]
+
+
+def test_a_share_that_leaves_nothing_to_train_on_is_refused(place, tmp_path):
+    root, file, cache = place
+    task = Task(objective="grpo", data=str(file), evaluation_share=0.99)
+    with pytest.raises(InvalidRequest, match="leaves 0 to train on"):
+        train(recipe_of(root / "data"), Request(model=CONFIG, task=task), tmp_path, cache=cache)
 
 
 class _Stop(Silent):

@@ -27,7 +27,7 @@ KEYS = {
     " (pairs of answers) | kto (rated answers) | reward (a score of each answer of a pair) | grpo,"
     " rloo, ppo (rewards of sampled answers) | online_dpo (pairs of sampled answers)",
     "task.data": "text, JSONL, CSV or parquet file, or a folder of them; several: a=0.7, b=0.3",
-    "task.evaluation": "held-out data of the same kinds",
+    "task.evaluation": "held-out data of the same kinds; of sampled answers, held-out prompts",
     "task.evaluation_share": "of the documents of task.data, held out of training, such as 0.05",
     "task.chat_template": "a Jinja file, or its text, in place of the tokenizer's own",
     "task.learns": "of conversations under sft: answers | last-answer | all",

@@ -408,12 +408,6 @@ class Request(Record, frozen=True, kw_only=True):
                 f" {self.task.evaluation_share:g}` both say what is held out",
                 hint="keep one of the two",
             )
-        if self.task.evaluation_share and find_objective(self.task.objective).samples:
-            raise InvalidRequest(
-                f"`task.evaluation_share: {self.task.evaluation_share:g}` under `objective:"
-                f" {self.task.objective}`, which evaluates nothing",
-                hint="leave `task.evaluation_share` out",
-            )
         if self.task.learns != "answers" and self.task.objective != "sft":
             raise InvalidRequest(
                 f"`task.learns: {self.task.learns}` is of `objective: sft`, and the objective is"

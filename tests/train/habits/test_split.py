@@ -81,7 +81,6 @@ def test_a_run_evaluates_what_it_does_not_learn_and_goes_on(asked, cache, tmp_pa
     ("task", "message"),
     [
         ({"evaluation": "x", "evaluation_share": 0.1}, "both say what is held out"),
-        ({"objective": "grpo", "evaluation_share": 0.1}, "which evaluates nothing"),
     ],
 )
 def test_what_contradicts_it_is_refused(task, message):

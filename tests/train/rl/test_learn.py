@@ -320,7 +320,7 @@ def test_a_reward_is_learned(objective, tmp_path):
     spec = importlib.util.spec_from_file_location("rl_learns", BENCH)
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
-    row = bench.learn(objective, 3, tmp_path, steps=90)
+    row = bench.learn(objective, 3, tmp_path, steps={"grpo": 90, "rloo": 180}[objective])
     assert row["before"] < 0.03
     assert row["after"] > 0.3
 
@@ -328,7 +328,7 @@ def test_a_reward_is_learned(objective, tmp_path):
 def test_every_seed_of_the_bench_has_learned():
     """What docs/objectives.md says of five seeds is what was measured, within two minutes each."""
     rows = json.loads((BENCH.parent / "results" / "rl_learns.json").read_text())["rows"]
-    for objective, least in (("grpo", 0.98), ("rloo", 0.87)):
+    for objective, least in (("grpo", 0.98), ("rloo", 0.98)):
         found = [row for row in rows if row["objective"] == objective]
         assert [row["seed"] for row in found] == [0, 1, 2, 3, 4]
         for row in found:

@@ -438,7 +438,7 @@ class _Step:
         level.add(rests, -1)
         level.add(self._scaler())
         held = dict(level.live)
-        if not self.recipe.samples:  # held-out prompts are not answered yet
+        if not self.recipe.samples:  # held-out prompts are answered within a rollout's bounds
             self._evaluate()
         level.reset(held)
         # the tensors of a checkpoint are there already; those of the model's files are gathered

@@ -46,6 +46,7 @@ from memfit.train.rl.prompts import (
     Prompts,
     bound_prompts,
     count_steps,
+    hold_out,
     read_prompts,
 )
 
@@ -55,7 +56,7 @@ class Data(NamedTuple):
 
     tokenizer: Tokenizer
     training: Corpus | Prompts
-    held_out: Corpus | None
+    held_out: Corpus | Prompts | None
 
 
 def read_data(
@@ -90,7 +91,7 @@ def read_data(
                 f" {task.objective}` reads prompts from one",
                 hint="join them in one file or folder",
             )
-        return Data(tokenizer, read_prompts(sources, tokenizer), None)
+        return _read_prompts(request, sources, tokenizer, cache)
     read = partial(
         read_corpus, tokenizer=tokenizer, objective=task.objective, cache=cache, memory=memory,
         say=say,
@@ -115,6 +116,19 @@ def _join(mixture: Sequence[Part], parts: Sequence[Corpus]) -> Corpus:
     return join(
         [Share(p.path, p.share, corpus) for p, corpus in zip(mixture, parts, strict=True)]
     )  # fmt: skip
+
+
+def _read_prompts(
+    request: Request, sources: Sources, tokenizer: Tokenizer, cache: Path | None
+) -> Data:
+    task, prompts = request.task, read_prompts(sources, tokenizer)
+    if task.evaluation_share:
+        return Data(tokenizer, *hold_out(prompts, task.evaluation_share, request.seed))
+    if task.evaluation:
+        return Data(
+            tokenizer, prompts, read_prompts(find_sources(task.evaluation, cache), tokenizer)
+        )
+    return Data(tokenizer, prompts, None)
 
 
 def find_tokenizer(
@@ -213,10 +227,11 @@ def build_samplers(
     """Training and evaluation batches of a recipe, as one rank reads them; or its prompts."""
     if isinstance(data.training, Prompts):
         check_rewards(recipe.reward)
-        return PromptRows(data.training, recipe, request.task.data), None
+        prompts = data.held_out if isinstance(data.held_out, Prompts) else None
+        return PromptRows(data.training, recipe, request.task.data, prompts), None
     training = build_sampler(data.training, recipe, request.task.data, rank)
     training.padding = data.tokenizer.padding
-    if data.held_out is None:
+    if not isinstance(data.held_out, Corpus):
         return training, None
     # the order of what is held out, and so the rows of a sample, are the same for every seed
     same = replace(recipe, seed=0)

@@ -92,14 +92,11 @@ class Corpus(NamedTuple):
                 mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def divide(corpus: Corpus, share: float, seed: int, together: int) -> tuple[Corpus, Corpus]:
-    """The data to train on and a share of it that is held out, drawn as `datasets` draws it
-    (`train_test_split`): the first of a permutation, rounded up. Both read the same files.
+def choose_held_out(count: int, share: float, seed: int) -> np.ndarray:
+    """(documents,) bool: those that are held out, as `datasets` draws them (`train_test_split`).
 
-    together: documents that stay together, 2 where they are pairs. Raises InvalidRequest where one
-    of the two would be empty.
+    Raises InvalidRequest where all would be, or none.
     """
-    count = corpus.documents // together
     held = math.ceil(share * count)
     if not 0 < held < count:
         raise InvalidRequest(
@@ -109,6 +106,17 @@ def divide(corpus: Corpus, share: float, seed: int, together: int) -> tuple[Corp
         )
     chosen = np.zeros(count, dtype=bool)
     chosen[np.random.default_rng(seed).permutation(count)[:held]] = True
+    return chosen
+
+
+def divide(corpus: Corpus, share: float, seed: int, together: int) -> tuple[Corpus, Corpus]:
+    """The data to train on and a share of it that is held out, drawn as `datasets` draws it
+    (`train_test_split`): the first of a permutation, rounded up. Both read the same files.
+
+    together: documents that stay together, 2 where they are pairs. Raises InvalidRequest where one
+    of the two would be empty.
+    """
+    chosen = choose_held_out(corpus.documents // together, share, seed)
     chosen = np.repeat(chosen, together)
     training, held_out = (
         corpus._replace(chosen=own, folder=None, digest=f"{corpus.digest}-{name}-{share:g}-{seed}")

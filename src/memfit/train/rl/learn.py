@@ -31,7 +31,7 @@ from memfit.train.rl.advantages import (
     penalise,
 )
 from memfit.train.rl.policy_loss import Answers, Counts, name_sums
-from memfit.train.rl.rollout import Experience, Sampling, roll_out
+from memfit.train.rl.rollout import Experience, Prompt, Sampling, roll_out
 from memfit.train.rl.rows import answer_mask, lay_out
 from memfit.train.rl.values import Aims, aim, find_counted
 from memfit.train.step.build import Built
@@ -48,6 +48,7 @@ class Learning:
     policy: Policy
     sampling: Sampling
     value: ValueSettings = field(default_factory=ValueSettings)  # of PPO
+    held_out: Sequence[Prompt] = ()  # prompts that no rollout draws
 
     @property
     def heat(self) -> float:

@@ -17,12 +17,12 @@ from memfit.optimizers.shared.groups import set_rate
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import RewardSettings, find_online
 from memfit.train.data.tokenizer import Tokenizer
-from memfit.train.measure.observer import Observer
+from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, Summary, iterate
 from memfit.train.rl.prompts import PromptRows
-from memfit.train.rl.rollout import Sampling
-from memfit.train.rl.sampling import sample_in_slots
+from memfit.train.rl.rollout import Sampling, find_truncated, judge_answers
+from memfit.train.rl.sampling import answer_greedily, sample_in_slots
 from memfit.train.run.session import WATCHED_FIRST, Session
 from memfit.train.step.build import Built
 from memfit.train.step.schedule import learning_rate
@@ -45,7 +45,7 @@ def learning_of(recipe: Recipe, rows: object, tokenizer: Tokenizer) -> Iterator[
             judges, tokenizer.decode, partial(sample_in_slots, decode=tokenizer.decode),
             tokenizer.end, recipe.seed, recipe.reward.missing_eos_penalty,
         )  # fmt: skip
-        yield Learning(objective, recipe.policy, sampling, recipe.value)
+        yield Learning(objective, recipe.policy, sampling, recipe.value, rows.held_out)
 
 
 def digest_rewards(settings: RewardSettings) -> str:
@@ -87,6 +87,49 @@ def take_iteration(
         "tokens_per_second": summary.update_tokens / seconds,
         "memory_peak_allocated": meter.peak or None, "watched": watched,
     }  # fmt: skip
+
+
+def evaluate_iteration(session: Session, learning: Learning, built: Built) -> dict[str, Any]:
+    """Held-out prompts, answered by the weights as they are; what a line of the log says of them.
+
+    It is counted as the phases of a rollout, whose calls are as large.
+    """
+    found = evaluate_prompts(built, learning, session.meter.marking())
+    session.compare()
+    return found
+
+
+def evaluate_prompts(
+    built: Built, learning: Learning, observer: Observer = NOBODY
+) -> dict[str, float | None]:
+    """Figures of a line of the log: the mean reward of answers to all held-out prompts.
+
+    The standard error is of a mean over prompts, whose answers are no draws; None of fewer than two
+    rewards. Nothing is drawn, so that the run goes on as it would have without.
+    """
+    sampling, start = learning.sampling, time.perf_counter()
+    prompts = list(learning.held_out)
+    answers = sampling.groups * sampling.rollout.num_generations
+    completions = answer_greedily(
+        built, [p.ids for p in prompts], sampling.rollout, answers, sampling.end,
+        observer=observer, decode=sampling.decode,
+    )  # fmt: skip
+    _, verdict = judge_answers(sampling, prompts, completions)
+    rewards = [r for r in verdict.rewards.tolist() if r == r]
+    count = len(rewards)
+    mean = sum(rewards) / count if count else None
+    error = None
+    if mean is not None and count > 1:
+        error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (count - 1) / count)
+    return {
+        "evaluation_reward": mean,
+        "evaluation_reward_error": error,
+        "evaluation_prompts": len(prompts),
+        "evaluation_unjudged": 1 - count / len(prompts),
+        "evaluation_length": sum(len(c.ids) for c in completions) / len(prompts),
+        "evaluation_truncated": float(find_truncated(completions).float().mean()),
+        "evaluation_seconds": time.perf_counter() - start,
+    }
 
 
 def _watched(learning: Learning, observer: Observer) -> Learning:

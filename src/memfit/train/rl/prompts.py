@@ -22,6 +22,7 @@ from memfit.train.data.conversations import read_messages
 from memfit.train.data.readers import Sources
 from memfit.train.data.shards.split import read_rows
 from memfit.train.data.tokenizer import Tokenizer
+from memfit.train.data.tokens import choose_held_out
 from memfit.train.rl.rollout import COLUMN_OF_PROMPTS, Prompt, keep_short
 
 FORMAT = 1  # part of the digest: another way to tokenise is other data
@@ -39,10 +40,16 @@ class Prompts(NamedTuple):
 class PromptRows:
     """The prompts that a run's rollouts draw from."""
 
-    def __init__(self, prompts: Prompts, recipe: Recipe, name: str) -> None:
-        """name: how the data is called in messages. Raises InvalidRequest where none is left."""
+    def __init__(
+        self, prompts: Prompts, recipe: Recipe, name: str, held_out: Prompts | None = None
+    ) -> None:
+        """name: how the data is called in messages; held_out: prompts that are evaluated alone.
+
+        Raises InvalidRequest where none is left.
+        """
         short, long = keep_short(prompts.prompts, recipe.rollout)
         self.prompts, self.notes = tuple(short), prompts.notes
+        self.held_out = self._read_held_out(held_out, recipe)
         self._recipe = recipe
         if long:
             most = recipe.rollout.max_prompt_length
@@ -56,6 +63,20 @@ class PromptRows:
                 f" {recipe.rollout.num_generations}`",
                 hint="use a smaller `task.global_batch` or a longer `rollout.max_prompt_length`",
             )
+
+    def _read_held_out(self, prompts: Prompts | None, recipe: Recipe) -> tuple[Prompt, ...]:
+        if prompts is None:
+            return ()
+        short, long = keep_short(prompts.prompts, recipe.rollout)
+        most = recipe.rollout.max_prompt_length
+        if not short:
+            raise InvalidRequest(
+                f"no held-out prompt has at most {most} tokens, of {long}",
+                hint="use a longer `rollout.max_prompt_length`, or other held-out prompts",
+            )
+        if long:
+            self.notes += (f"{long} held-out prompts longer than {most} tokens are left out",)
+        return tuple(short)
 
     def bounds(self) -> RowBounds:
         """What no row exceeds, whatever is sampled."""
@@ -73,6 +94,20 @@ def read_prompts(sources: Sources, tokenizer: Tokenizer) -> Prompts:
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     found = (_read(record, place, tokenizer) for place, record in read_rows(sources))
     return Prompts(tuple(found), digest, sources.notes)
+
+
+def hold_out(prompts: Prompts, share: float, seed: int) -> tuple[Prompts, Prompts]:
+    """The prompts to train on and a share that is held out, drawn as those of documents are.
+
+    Raises InvalidRequest where one of the two would be empty.
+    """
+    chosen = choose_held_out(len(prompts.prompts), share, seed)
+    found = []
+    for own, name in ((~chosen, "training"), (chosen, "held-out")):
+        digest = f"{prompts.digest}-{name}-{share:g}-{seed}"
+        some = tuple(p for p, here in zip(prompts.prompts, own, strict=True) if here)
+        found.append(Prompts(some, digest, prompts.notes))
+    return found[0], found[1]
 
 
 def count_steps(prompts: Prompts, rollout: Rollout, global_batch: int, epochs: float) -> float:

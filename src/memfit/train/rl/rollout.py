@@ -77,7 +77,7 @@ class Experience(NamedTuple):
     @property
     def truncated(self) -> Tensor:
         """(answers,) bool: those that reached their limit."""
-        return _find_truncated(self.completions)
+        return find_truncated(self.completions)
 
 
 def keep_short(prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[Prompt], int]:
@@ -124,6 +124,16 @@ def _sample_and_judge(
     start = time.perf_counter()
     completions = sampling.sample(built, [p.ids for p in prompts], rollout, sampling.end, chance)
     sampled = time.perf_counter()
+    texts, verdict = judge_answers(sampling, prompts, completions)
+    judged = time.perf_counter()
+    return prompts, completions, texts, verdict, sampled - start, judged - sampled
+
+
+def judge_answers(
+    sampling: Sampling, prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> tuple[list[str], Verdict]:
+    """Texts of answers, one to each prompt, and their rewards."""
+    rollout = sampling.rollout
     texts = [sampling.decode(_without_end(c.ids, sampling.end)) for c in completions]
     columns: dict[str, Any] = {"max_completion_length": rollout.max_completion_length}
     for name in prompts[0].columns:
@@ -137,13 +147,13 @@ def _sample_and_judge(
         columns,
     )
     if sampling.missing_eos_penalty:
-        off = sampling.missing_eos_penalty * _find_truncated(completions).float()
+        off = sampling.missing_eos_penalty * find_truncated(completions).float()
         verdict = verdict._replace(rewards=verdict.rewards - off)
-    judged = time.perf_counter()
-    return prompts, completions, texts, verdict, sampled - start, judged - sampled
+    return texts, verdict
 
 
-def _find_truncated(completions: Sequence[Completion]) -> Tensor:
+def find_truncated(completions: Sequence[Completion]) -> Tensor:
+    """(answers,) bool: those that reached their limit."""
     return torch.tensor([c.ended not in STOPPED for c in completions])
 
 

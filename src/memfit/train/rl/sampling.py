@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from memfit.records.reinforcement import Rollout
+from memfit.records.reinforcement import PREFILL_TOKENS, Rollout
 from memfit.train.generation.loop import generate_batch
 from memfit.train.generation.sampling import Decoder, Read, read_token
 from memfit.train.generation.settings import Completion, Settings
@@ -49,6 +49,27 @@ def sample_in_slots(
         return generate_batch(
             built.model, prompts[::group], settings, observer=observer, read=read, decode=decode
         )
+
+
+def answer_greedily(
+    built: Built, prompts: Sequence[Ids], rollout: Rollout, answers: int, end: int | None,
+    *, observer: Observer = NOBODY, decode: Decoder | None = None,
+) -> list[Completion]:  # fmt: skip
+    """The likeliest token each time: one answer to each prompt, of any number of them.
+
+    answers: of a rollout. No call is larger than the rollout's own: as many rows are in flight, and
+    no more prompts are read at once, so that it holds no more memory.
+    """
+    rows = rollout.in_flight(answers)
+    at_once = -(-rows // rollout.num_generations) * rollout.max_prompt_length
+    settings = Settings(
+        max_new_tokens=rollout.max_completion_length, max_prompt=rollout.max_prompt_length,
+        rows=min(rows, len(prompts)), prefill_tokens=min(PREFILL_TOKENS, at_once), temperature=0.0,
+        stop_tokens=() if end is None else (end,), reach=rollout.reach,
+        repetition_penalty=rollout.repetition_penalty, stop_words=rollout.stop_words,
+    )  # fmt: skip
+    with autocast(built):
+        return generate_batch(built.model, prompts, settings, observer=observer, decode=decode)
 
 
 def _come_in_groups(prompts: Sequence[Ids], group: int) -> bool:

@@ -67,7 +67,12 @@ from memfit.train.measure.resident import Resident, give_back_freed
 from memfit.train.model.qat import unrounded
 from memfit.train.model.quantised import count_outliers
 from memfit.train.model.weights import fill_weights
-from memfit.train.rl.online import digest_rewards, learning_of, take_iteration
+from memfit.train.rl.online import (
+    digest_rewards,
+    evaluate_iteration,
+    learning_of,
+    take_iteration,
+)
 from memfit.train.rl.rehearsal import rehearse
 from memfit.train.run.certified import find_excess, find_other_version
 from memfit.train.run.guard import Interrupts, explained_out_of_memory, locked
@@ -412,9 +417,10 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
     row = before | _take_step(session, built, index)
     session.beside.note_step(row["seconds"])
     last = step == recipe.steps
-    evaluates = session.held_out is not None and (
-        last or step % session.every(session.cadence.evaluate_every) == 0
-    )
+    due = last or step % session.every(session.cadence.evaluate_every) == 0
+    evaluates = session.held_out is not None and due
+    if due and session.learning is not None and session.learning.held_out:
+        row |= evaluate_iteration(session, session.learning, built)
     if evaluates and session.held_out is not None:
         # the last one is reported: of all that is held out, unless so many tokens are stated
         tokens = session.cadence.evaluate_tokens if last else evaluation_tokens(session)

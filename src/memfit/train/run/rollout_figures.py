@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
+from msgspec.structs import replace
+
 from memfit.records.results import Answer, Measurement
 
 Rows = Sequence[dict[str, Any]]
@@ -45,6 +47,7 @@ def measure_rollouts(rows: Rows, plain: Rows) -> dict[str, Measurement]:
         if known := [r[name] for r in late if r.get(name) is not None]:
             counter = f"{what}; mean of the last {len(known)} rollouts"
             found[f"rollout.{name}"] = _measured(mean(known), unit, counter, len(known))
+    found |= _measure_held_out(rows)
     for phase in PHASES:
         seconds = [r[f"{phase}_seconds"] for r in plain]
         counter = f"perf_counter; median of {len(seconds)} unwatched steps"
@@ -57,6 +60,21 @@ def measure_rollouts(rows: Rows, plain: Rows) -> dict[str, Measurement]:
     if failures:
         counter = "answers that a reward function failed on, of all steps"
         found["reward.failures"] = _measured(float(failures), "answers", counter)
+    return found
+
+
+def _measure_held_out(rows: Rows) -> dict[str, Measurement]:
+    """The mean reward of held-out prompts at the first and at the last evaluation."""
+    evaluated = [r for r in rows if r.get("evaluation_reward") is not None]
+    found = {}
+    for name, row in zip(("first_evaluation", "evaluation"), evaluated[:1] + evaluated[-1:],
+                         strict=False):  # fmt: skip
+        count, error = row["evaluation_prompts"], row["evaluation_reward_error"]
+        judged = round(count * (1 - row["evaluation_unjudged"]))
+        beside = "" if error is None else f", standard error {error:.2g}"
+        counter = f"greedy answers to {count} held-out prompts, step {row['step']}{beside}"
+        measured = _measured(row["evaluation_reward"], "reward", counter, judged)
+        found[f"reward.{name}"] = replace(measured, spread=error or 0.0)
     return found
 
 

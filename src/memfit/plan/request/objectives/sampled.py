@@ -66,12 +66,6 @@ def check_sampled(request: Request) -> None:
             f" {rollout.max_completion_length}` together, which are {width} tokens",
             hint="leave `task.sequence_length` on `auto`",
         )
-    if task.evaluation:
-        raise InvalidRequest(
-            f"`task.evaluation: {task.evaluation}` under `objective: {objective}`: rollouts of"
-            " held-out prompts are not built yet",
-            hint="leave it out; each rollout's reward is that of answers sampled before the update",
-        )
     refuse_sampled(
         objective, packing=task.packing is True, ranks=request.ranks,
         dropout=request.lora.dropout if request.method in ADAPTED else 0.0,
