@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from memfit.core.system.ahead import AHEAD
 from memfit.core.system.processes import end_with_parent
+
+
+def read_orders(
+    environment: Mapping[str, str],
+) -> tuple[list[str], Callable[[], int | None]]:
+    """The orders, a line each, and what finds what their runs' imports take, begun already."""
+    from memfit.certify import start_measuring
+
+    lines = sys.stdin.read().splitlines()
+    return lines, start_measuring(lines, environment)
 
 
 def main(*, ahead: bool) -> None:
@@ -18,16 +30,17 @@ def main(*, ahead: bool) -> None:
     os.dup2(2, 1)
     end_with_parent()
     environment = dict(os.environ)
-    from memfit.certify import answer_order, import_step, start_measuring
+    from memfit.certify import answer_order, import_step
     from memfit.core.libraries import uncollected
     from memfit.core.system.beside import allow_forks
 
-    if ahead:
-        with uncollected():
-            import torch  # noqa: F401
-    lines = sys.stdin.read().splitlines()
+    with ThreadPoolExecutor(1) as beside:
+        reading = beside.submit(read_orders, environment)
+        if ahead:
+            with uncollected():
+                import torch  # noqa: F401
+        lines, imports = reading.result()
     if lines:
-        imports = start_measuring(lines, environment)
         import_step(lines)
     with allow_forks():
         for line in lines:
