@@ -124,3 +124,17 @@ def test_no_prediction_is_below_what_is_always_there(name: str) -> None:
     least = count_least(model, recipe, H100)
     peak = predict_peak(model, recipe, H100)
     assert 0.15 * peak < least <= peak
+
+
+@pytest.mark.parametrize("micro", [2, 16])
+def test_an_estimate_of_a_policy_and_its_value_is_near_the_prediction(micro):
+    """PPO's step has passes of the policy and then of the value, alone or with a later one each."""
+    changes = {"task.objective": "ppo", "reward.funcs": ["length"], "method": "lora"}
+    problem = read_problem(api.read("pythia-160m", device="rtx-4090", changes=changes))
+    first = first_recipe(problem, method="lora", precision="bf16-mixed")
+    start = Candidate.of(problem, first)
+    recipe = replace(start.recipe, micro_batch=micro, accumulation=16 // micro)
+    made = Estimate(start.model, recipe, problem.device)
+    for again in (RecomputedBlocks(0, 0), RecomputedBlocks(6, 0), RecomputedBlocks(0, 12)):
+        exact = Candidate(problem, replace(recipe, **again.knobs), start.model, start.totals)
+        assert made.peak(micro, again, recipe.loss_chunk) == pytest.approx(exact.peak, rel=0.02)

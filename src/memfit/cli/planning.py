@@ -49,7 +49,7 @@ YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 @click.option("--devices", metavar="A:8,B:64", help="Compare offers: names, and how many of each.")
 @click.option(
     "--objective",
-    type=click.Choice((*TASKS, *OBJECTIVES)),
+    type=click.Choice((*TASKS, *OBJECTIVES), case_sensitive=False),
     help=f"task.objective: {', '.join(TASKS)}. Of --devices: which offer is the best; fastest.",
 )
 @click.option(

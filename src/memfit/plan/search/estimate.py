@@ -10,6 +10,7 @@ with `predict_memory`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -192,13 +193,17 @@ class Estimate:
         """Bytes at the highest instant of a steady step of two or more micro-batches."""
         level = self._always + 3.0 * 8 * micro * self.recipe.sequence_length
         highest = level
-        forward, _, backward, forward2, _, backward2 = self._lines.bodies
-        several = micro * self.recipe.sequence_length > chunk
-        _, loss, head, _, loss2, head2 = self._lines.loss(chunk if several else 0)
-        passes = [[forward, loss, _spliced(backward, head)]]
-        if micro * self.recipe.parallel.dp < self.recipe.global_batch:
-            passes.append([forward2, loss2, _spliced(backward2, head2)])
         times = self._times(recompute)
+        several = micro * self.recipe.sequence_length > chunk
+        losses = _in_threes(self._lines.loss(chunk if several else 0))
+        passes = [
+            [forward, loss, _spliced(backward, head)]
+            for (forward, _, backward), (_, loss, head) in zip(
+                _in_threes(self._lines.bodies), losses, strict=True
+            )
+        ]
+        if micro * self.recipe.parallel.dp >= self.recipe.global_batch:
+            passes = passes[::2]  # no later micro-batch follows the first, of a value's neither
         for one in passes:
             for cycles in one:
                 for cycle in cycles:
@@ -221,6 +226,11 @@ class Estimate:
             found += [max(0, kinds[kind] - 1) for kind in self._kinds]
             first += count
         return found
+
+
+def _in_threes(lists: Sequence[list[Cycle]]) -> list[Sequence[list[Cycle]]]:
+    """Forward, loss and backward of each pass."""
+    return [lists[start : start + 3] for start in range(0, len(lists), 3)]
 
 
 def _repeat(segments: list[tuple[int, float, float]], level: float) -> tuple[float, float]:
