@@ -89,7 +89,7 @@ def test_what_can_run_nowhere_is_the_users_error_and_the_rest_is_not_certified(
 def test_a_crashed_child_is_not_certified_with_its_last_lines() -> None:
     crash = [sys.executable, "-c", "import os, sys; print('why', file=sys.stderr); os.abort()"]
     child = subprocess.run(crash, capture_output=True, text=True)
-    (crashed,) = _read_answers(child, 1)
+    (crashed,) = _read_answers(child.returncode, child.stdout, child.stderr, 1)
     assert isinstance(crashed, NotCertified)
     assert "code -6:\nwhy" in crashed.message
 

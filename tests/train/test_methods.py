@@ -292,8 +292,8 @@ def leave_the_magnitudes_at_one(patch):
     reset = dora.peft_layers.reset
     patch.setattr(
         dora.peft_layers, "reset",
-        lambda module, also=None: reset(
-            module, lambda layer, name: one(layer.lora_magnitude_vector[name].weight.data)
+        lambda module, rows, also=None: reset(
+            module, rows, lambda layer, name: one(layer.lora_magnitude_vector[name].weight.data)
         ),
     )  # fmt: skip
 
