@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from memfit.meta.autograd import Gradients, Node, Rule, record
 from memfit.meta.elementwise import Incoming, attach, like, upstream
+from memfit.meta.losses.cross_entropy import likelihood
 from memfit.meta.tensor import Shape, Tensor, empty, workspace
 from memfit.meta.workspace import embedding_backward
 
@@ -86,23 +87,13 @@ def _gather_cut_backward(shape: Shape, tp: int) -> Rule:
 def cross_entropy_sum_cut(logits: Tensor, labels: Tensor) -> Tensor:
     """`F.cross_entropy(logits, labels, reduction="sum")`: (tokens, vocab / tp) -> 0-dim."""
     chances = _log_softmax_cut(logits)
-    node = record(_likelihood_cut_backward, (chances,), (chances, labels))
-    result = attach(node, empty(logits.meter, (), chances.dtype))
-    weight = empty(logits.meter, (), chances.dtype)
-    if node is not None:
-        node.saved = [*node.saved, logits.meter.pack(weight)]
-    return result
+    return likelihood(_likelihood_cut_backward, chances, labels, ())
 
 
 def cross_entropy_rows_cut(logits: Tensor, labels: Tensor) -> Tensor:
     """`F.cross_entropy(logits, labels, reduction="none")`: (tokens, vocab / tp) -> (tokens)."""
     chances = _log_softmax_cut(logits)
-    node = record(_likelihood_cut_backward, (chances,), (chances, labels))
-    result = attach(node, empty(logits.meter, logits.shape[:1], chances.dtype))
-    weight = empty(logits.meter, (), chances.dtype)
-    if node is not None:
-        node.saved = [*node.saved, logits.meter.pack(weight)]
-    return result
+    return likelihood(_likelihood_cut_backward, chances, labels, logits.shape[:1])
 
 
 def _log_softmax_cut(x: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memfit.meta.autograd import Gradients, Node, record
+from memfit.meta.autograd import Gradients, Node, Rule, record
 from memfit.meta.elementwise import Incoming, attach, cast, like, upstream
 from memfit.meta.meter import Meter
-from memfit.meta.tensor import Tensor, empty
+from memfit.meta.tensor import Shape, Tensor, empty
 
 
 class Bends(NamedTuple):
@@ -28,12 +28,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def cross_entropy_rows(logits: Tensor, labels: Tensor) -> Tensor:
     """`F.cross_entropy(logits, labels, reduction="none")`: (tokens, vocab) -> (tokens)."""
     x = log_softmax(logits)
-    node = record(_negative_likelihood_backward, (x,), (x, labels))
-    result = attach(node, empty(x.meter, x.shape[:1], x.dtype))
-    weight = empty(x.meter, (), x.dtype)
-    if node is not None:
-        node.saved = [*node.saved, x.meter.pack(weight)]
-    return result
+    return _negative_likelihood(x, labels, x.shape[:1])
 
 
 def log_softmax(x: Tensor) -> Tensor:
@@ -49,9 +44,14 @@ def _log_softmax_backward(node: Node, grads: Incoming) -> Gradients:
     return (like(upstream(grads), node.unpack(0)),)
 
 
-def _negative_likelihood(x: Tensor, labels: Tensor) -> Tensor:
-    node = record(_negative_likelihood_backward, (x,), (x, labels))
-    result = attach(node, empty(x.meter, (), x.dtype))
+def _negative_likelihood(x: Tensor, labels: Tensor, shape: Shape = ()) -> Tensor:
+    return likelihood(_negative_likelihood_backward, x, labels, shape)
+
+
+def likelihood(rule: Rule, x: Tensor, labels: Tensor, shape: Shape) -> Tensor:
+    """`F.nll_loss` of log-probabilities: its result of this shape, and the weight that it saves."""
+    node = record(rule, (x,), (x, labels))
+    result = attach(node, empty(x.meter, shape, x.dtype))
     weight = empty(x.meter, (), x.dtype)
     if node is not None:
         node.saved = [*node.saved, x.meter.pack(weight)]

@@ -3,6 +3,7 @@ train/rl/policy_loss.py: sizes alone, so that GRPO and RLOO are one."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from memfit.meta.autograd import Gradients, Node, record
@@ -99,15 +100,20 @@ def policy_loss(log_probs: Tensor) -> tuple[Tensor, Tensor]:
     What is computed in between is of a few numbers a token, beside the logits of the instant
     before: it is never the highest and is not described.
     """
-    meter = log_probs.meter
-    loss, sums = empty(meter, (), "float32"), empty(meter, (FIGURES,), "float32")
-    slope = empty(meter, log_probs.shape, "float32")
-    node = record(_sloped, (log_probs,), (slope,))
+    return loss_with_sums(log_probs, FIGURES)
+
+
+def loss_with_sums(numbers: Tensor, figures: int) -> tuple[Tensor, Tensor]:
+    """A loss of (rows, tokens), 0-dim, whose slope is made in the forward; sums (figures,)."""
+    meter = numbers.meter
+    loss, sums = empty(meter, (), "float32"), empty(meter, (figures,), "float32")
+    slope = empty(meter, numbers.shape, "float32")
+    node = record(partial(_sloped, figures), (numbers,), (slope,))
     return attach(node, loss), sums
 
 
-def _sloped(node: Node, grads: Incoming) -> Gradients:
-    of_sums = empty(upstream(grads).meter, (FIGURES,), "float32")  # zeros, which autograd makes
+def _sloped(figures: int, node: Node, grads: Incoming) -> Gradients:
+    of_sums = empty(upstream(grads).meter, (figures,), "float32")  # zeros, which autograd makes
     made = like(node.unpack(0), upstream(grads))
     del of_sums
     return (made,)
