@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from memfit.core.system.ahead import AHEAD
 from memfit.core.system.processes import end_with_parent
+from memfit.core.system.streams import answers_alone
 
 
 def read_orders(
@@ -26,8 +27,7 @@ def main(*, ahead: bool) -> None:
 
     ahead: the orders are not known yet, so torch is imported before they are read.
     """
-    answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    answer_to = answers_alone()
     end_with_parent()
     environment = dict(os.environ)
     from memfit.certify import answer_order, import_step

@@ -24,6 +24,7 @@ from memfit.certify.lean_imports import import_lean
 from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import NotCertified
 from memfit.core.system.processes import end_with_parent, name_parent
+from memfit.core.system.streams import answers_alone
 
 FORMAT = "1"
 ADAPTERS = "--adapters"  # an argument: with what LoRA's run imports
@@ -96,8 +97,7 @@ def _start(words: Sequence[str], environment: Mapping[str, str]) -> Callable[[],
 
 def main(words: Sequence[str]) -> None:
     """Print the bytes; nothing where they are unknown. What libraries print goes to stderr."""
-    answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    answer_to = answers_alone()
     end_with_parent()
     from memfit.train.measure import resident
 

@@ -16,6 +16,7 @@ import msgspec
 
 from memfit import api
 from memfit.core.errors import Error
+from memfit.core.system.streams import answers_alone
 from memfit.ui.asking import read_query
 
 
@@ -28,8 +29,7 @@ class Wanted(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 def main() -> None:
     """Answer one order. What libraries print goes to stderr; only answers go to stdout."""
-    answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    answer_to = answers_alone()
     wanted = msgspec.json.decode(sys.stdin.readline(), type=Wanted)
     threading.Thread(target=_end_with_the_server, daemon=True).start()
     _answer(wanted, answer_to)

@@ -27,6 +27,7 @@ from memfit.certify import LAST_LINES, in_this_process
 from memfit.certify.lean_imports import CERTIFYING, import_lean
 from memfit.core.errors import Error, InvalidRequest, NotCertified, RunFailed
 from memfit.core.system.processes import child_environment, end_with_parent, is_shortage
+from memfit.core.system.streams import answers_alone
 from memfit.records import Record, from_data, to_json
 from memfit.records.recipe import ADAPTED
 from memfit.records.request import Request
@@ -117,8 +118,7 @@ def main(folder: Path) -> None:
     """Answer the order on stdin. What libraries print goes to stderr."""
     end_with_parent()
     environment = dict(os.environ)
-    answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    answer_to = answers_alone()
 
     def write(**words: str) -> None:
         answer_to.write(json.dumps(words) + "\n")

@@ -13,6 +13,7 @@ from memfit import catalog
 from memfit.certify import LAST_LINES
 from memfit.core.errors import NotCertified
 from memfit.core.system.processes import child_environment, end_with_parent
+from memfit.core.system.streams import answers_alone
 
 
 def prove(device: str) -> str:
@@ -38,9 +39,8 @@ def main(device: str) -> None:
     """Print what was proved, or what differs with the exit code of NotCertified."""
     from memfit.certify.tracing.fake_device import fake_device
 
-    answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    answer_to = answers_alone()  # what libraries print is no answer
     end_with_parent()
-    os.dup2(2, 1)  # what libraries print is no answer
     try:
         with fake_device(catalog.find_device(device)) as mode:
             words, code = f"{len(mode.proofs)} checks of known bytes passed", 0

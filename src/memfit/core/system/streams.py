@@ -117,3 +117,13 @@ def _encodable(text: str, stream: TextIO) -> str:
     """Return the text with `?` for each character that the stream cannot encode."""
     encoding = getattr(stream, "encoding", None) or "ascii"
     return text.encode(encoding, "replace").decode(encoding)
+
+
+def answers_alone() -> TextIO:
+    """This process's stdout, to which only the caller writes from now on: all else goes to stderr.
+
+    For a process whose output another one reads, and whose libraries print.
+    """
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
