@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from tiny_steps import CONFIGS, CPU, H100, make_recipe
+from tiny_steps import CONFIGS, CPU, H100, build_watched, make_recipe
 
 from memfit.certify.evidence.certificate import make_certificate
 from memfit.certify.iterations import First, trace_iterations
@@ -19,13 +19,11 @@ from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 from memfit.train.measure.live import LiveBytes
-from memfit.train.model.weights import fill_weights
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, iterate
 from memfit.train.rl.rehearsal import Constant
 from memfit.train.rl.rollout import Prompt, Sampling
 from memfit.train.rl.sampling import answer_greedily, sample_in_slots
-from memfit.train.step.build import Built, build_model, build_optimizer
 
 ROLLOUT = Rollout(num_generations=2, max_prompt_length=20, max_completion_length=28, rows=3)
 REWARD = RewardSettings(funcs=("number", "format"))
@@ -81,13 +79,7 @@ def _one_thread():
 
 def watch_real(recipe: Recipe, iterations, *, end=None) -> LiveBytes:
     """As the trainer runs them; iterations: (tokens of each prompt, limits of answers) of each."""
-    model = build_model(recipe, "cpu")
-    fill_weights(model, recipe)
-    live = LiveBytes("cpu")
-    live.register_model(model)
-    optimizer = build_optimizer(recipe, model)
-    live.register_optimizer(optimizer)
-    built = Built(recipe, model, optimizer)
+    built, live = build_watched(recipe)
     judges = Judges(recipe.reward, start=Constant)
     groups = recipe.global_batch // recipe.rollout.num_generations
     gc.collect()
@@ -184,13 +176,7 @@ def test_held_out_prompts_are_answered_within_what_a_rollout_holds():
         rollout = replace(ROLLOUT, rows=rows, num_generations=group)
         recipe = replace(recipe, rollout=rollout, policy=KL, reward=REWARD)
         fake = trace_iterations(recipe, CPU)
-        model = build_model(recipe, "cpu")
-        fill_weights(model, recipe)
-        live = LiveBytes("cpu")
-        live.register_model(model)
-        optimizer = build_optimizer(recipe, model)
-        live.register_optimizer(optimizer)
-        built = Built(recipe, model, optimizer)
+        built, live = build_watched(recipe)
         prompts = [[3] * (20 - n % 3) for n in range(17)]
         with live:
             answer_greedily(built, prompts, rollout, recipe.global_batch, None, observer=live)

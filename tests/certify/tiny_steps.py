@@ -161,6 +161,17 @@ H100 = make_device("NVIDIA", "h100-sxm", "9.0")
 A100 = make_device("NVIDIA", "a100-80gb", "8.0")
 
 
+def build_watched(recipe: Recipe, fill: Any = fill_weights) -> tuple[Built, LiveBytes]:
+    """The recipe's model and optimizer on this CPU, filled, and what counts their bytes."""
+    model = build_model(recipe, "cpu")
+    fill(model, recipe)
+    live = LiveBytes("cpu")
+    live.register_model(model)
+    optimizer = build_optimizer(recipe, model)
+    live.register_optimizer(optimizer)
+    return Built(recipe, model, optimizer), live
+
+
 def watch_real_step(
     recipe: Recipe,
     shapes: tuple[BatchShape, ...],
@@ -173,13 +184,7 @@ def watch_real_step(
 
     inside: a context that is given the counter and entered around the steps.
     """
-    model = build_model(recipe, "cpu")
-    fill(model, recipe)
-    live = LiveBytes("cpu")
-    live.register_model(model)
-    optimizer = build_optimizer(recipe, model)
-    live.register_optimizer(optimizer)
-    built = Built(recipe, model, optimizer)
+    built, live = build_watched(recipe, fill)
     vocab = read_model(recipe.model).architecture.vocab  # of stages, not all have an embedding
 
     def batches():

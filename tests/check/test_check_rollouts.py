@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from memfit.check.answers import judge
 from memfit.cli.app import app, run
 from memfit.core.errors import InvalidRequest
 from memfit.records.ledger import Kind, Phase
+from neighbour_programs import PYTHON
 from undescribed import list_undescribed
 
-PYTHON = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
 H100: dict[str, Any] = {"hardware": {"device": "h100-sxm"}}
 FILE = """
 model_name_or_path: Qwen/Qwen3-0.6B
@@ -28,6 +27,16 @@ max_completion_length: 512
 per_device_train_batch_size: 4
 gradient_accumulation_steps: 4
 """
+
+
+def say_with_trl(program: str) -> Any:
+    """What a program prints last, as JSON, where TRL is installed."""
+    if not PYTHON.exists():
+        pytest.skip("`make neighbours` installs TRL")
+    done = subprocess.run(
+        [str(PYTHON), "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def check(
@@ -55,18 +64,13 @@ def test_a_file_is_read_as_the_trainer_reads_it(tmp_path: Path) -> None:
 
 
 def test_defaults_are_the_trainers_own(tmp_path: Path) -> None:
-    if not PYTHON.exists():
-        pytest.skip("`make neighbours` installs TRL")
     ask = (
         "import json; from trl import GRPOConfig as A, RLOOConfig as B;"
         "print(json.dumps([[x.__dataclass_fields__[k].default for k in ('num_generations',"
         " 'max_completion_length', 'per_device_train_batch_size', 'beta', 'num_iterations',"
         " 'temperature', 'top_k', 'top_p', 'repetition_penalty')] for x in (A, B)]))"
     )
-    said = subprocess.run(
-        [str(PYTHON), "-W", "ignore", "-c", ask], capture_output=True, text=True, check=True
-    )
-    usual = json.loads(said.stdout.splitlines()[-1])
+    usual = say_with_trl(ask)
     for objective, theirs in zip(("grpo", "rloo"), usual, strict=True):
         data = {**H100, "task": {"objective": objective}}
         _, plan = check(tmp_path, text="model_name_or_path: Qwen/Qwen3-0.6B\n", data=data)
@@ -79,8 +83,6 @@ def test_defaults_are_the_trainers_own(tmp_path: Path) -> None:
 
 def test_every_argument_of_the_trainers_is_known() -> None:
     """Described, moving no memory, or named as not described: none is `no such key`."""
-    if not PYTHON.exists():
-        pytest.skip("`make neighbours` installs TRL")
     from memfit.check.keys.trl import MOVED, STILL
     from memfit.check.rollouts import QUIET
 
@@ -89,10 +91,7 @@ def test_every_argument_of_the_trainers_is_known() -> None:
         "f = lambda x: {y.name for y in dataclasses.fields(x)};"
         "print(json.dumps(sorted((f(GRPOConfig) | f(RLOOConfig)) - f(SFTConfig))))"
     )
-    said = subprocess.run(
-        [str(PYTHON), "-W", "ignore", "-c", ask], capture_output=True, text=True, check=True
-    )
-    theirs = json.loads(said.stdout.splitlines()[-1])
+    theirs = say_with_trl(ask)
     assert len(theirs) > 60
     read = {"beta", "disable_dropout"}
     assert [key for key in theirs if key not in {*MOVED, *STILL, *QUIET, *read}] == []

@@ -1,11 +1,7 @@
 """Losses of pairs: slopes against autograd, and losses and gradients against TRL's own trainers."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,10 +20,9 @@ from memfit.records.request import Task
 from memfit.train.step.preference import Rewards, judge
 from memfit.train.step.rated import find_baseline, judge_rated
 from memfit.train.step.step import Batch, RatedBatch, step
+from neighbour_programs import run_program
 from tiny_models import CONFIGS, gradients_in, make_built, make_recipe
 
-TESTS = Path(__file__).parent.parent
-PYTHON = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
 REFERENCE = torch.tensor([-33.0, -18.0, -31.0, -19.0])  # as tests/neighbours/trl_pairs.py
 OF_OTHERS = torch.tensor([-20.0, -30.0, -19.0, -33.0])
 PAIRS = [
@@ -149,19 +144,10 @@ def names_of(objective, loss):
 
 @pytest.fixture(scope="module")
 def trl(tmp_path_factory):
-    if not PYTHON.exists():
-        pytest.skip("`make neighbours` installs TRL")
-    around = {
-        **os.environ, "PYTHONPATH": str(TESTS), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-        "HOME": str(tmp_path_factory.mktemp("home")),
-    }  # fmt: skip
     cases = [(f"{o} {t}", *names_of(o, t), CONFIGS["llama"]) for o, t in ALL.values()]
-    done = subprocess.run(
-        [str(PYTHON), str(TESTS / "neighbours" / "trl_pairs.py")],
-        input=json.dumps(cases), capture_output=True, text=True, check=False, env=around,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    home = tmp_path_factory.mktemp("home")
+    found = run_program("trl_pairs.py", home, text=json.dumps(cases))
+    return json.loads(found.splitlines()[-1])
 
 
 CUT = {"loss": "chunked", "loss_chunk": 12}

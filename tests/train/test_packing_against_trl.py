@@ -1,12 +1,8 @@
 """Examples packed by best fit, beside TRL's `pack_dataset` and its collator (`make neighbours`)."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +11,8 @@ from tiny_runs import tiny_recipe
 from memfit.train.data.packing import TableRows, pack_best_fit
 from memfit.train.data.sampler import Sampler
 from memfit.train.data.tokens import Corpus
+from neighbour_programs import run_program
 
-TESTS = Path(__file__).parent.parent
-PYTHON = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
 STRATEGIES = {"bfd": True, "bfd_split": False}  # whether what is longer than a row is cut
 
 
@@ -37,17 +32,8 @@ CASES = list(make_cases())
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
-    if not PYTHON.exists():
-        pytest.skip("`make neighbours` installs TRL")
-    around = {
-        **os.environ, "HOME": str(tmp_path_factory.mktemp("home")), "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    done = subprocess.run(
-        [str(PYTHON), str(TESTS / "neighbours" / "trl_packing.py")], input=json.dumps(CASES),
-        capture_output=True, text=True, check=False, env=around,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    home = tmp_path_factory.mktemp("home")
+    return json.loads(run_program("trl_packing.py", home, text=json.dumps(CASES)))
 
 
 def pack(strategy, width, lengths):

@@ -85,7 +85,6 @@ def whole_answers(case: dict[str, Any]) -> Iterator[None]:
 
 def run(case: dict[str, Any]) -> dict[str, int]:
     """Bytes alive at the highest instant of each phase of an iteration that is not the first."""
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     recorder = Recorder("cuda", find_device(fake_trainer.DEVICE))
@@ -108,14 +107,6 @@ def run(case: dict[str, Any]) -> dict[str, int]:
             "mask_truncated_completions", "optim", "delta",
         ) if key in case},
     }  # fmt: skip
-
-    class Marks(TrainerCallback):
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            recorder.enter(Phase.OPTIMIZER_STEP)
-
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == 1:
-                recorder.restart()
 
     def begin(model: Any, args: Any, kwargs: Any) -> None:
         if kwargs.get("fused_lm_head"):
@@ -178,7 +169,7 @@ def run(case: dict[str, Any]) -> dict[str, int]:
             [[0] * case["prompt"]] * len(prompts), None, {}
         )  # fmt: skip
         recorder.register_model(trainer.model)
-        trainer.add_callback(Marks())
+        trainer.add_callback(fake_trainer.mark_steps(recorder))
         inner = trainer.model.get_base_model() if case.get("lora") else trainer.model
         for one in (inner, trainer.ref_model):
             if one is not None:

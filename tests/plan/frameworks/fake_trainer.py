@@ -154,9 +154,24 @@ def collate(case: dict[str, Any]) -> Any:
     return make
 
 
+def mark_steps(recorder: Recorder) -> Any:
+    """A callback that enters an optimizer's step, and lets the record begin after the first."""
+    from transformers import TrainerCallback
+
+    class Marks(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            recorder.enter(Phase.OPTIMIZER_STEP)
+
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 1:
+                recorder.restart()
+
+    return Marks()
+
+
 def run(case: dict[str, Any]) -> dict[str, int]:
     """Bytes alive at the highest instant of each phase of a second step."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     recorder = Recorder("cuda", find_device(DEVICE))
     dtype, mixed = PRECISIONS[case.get("precision", "bf16")]
@@ -170,14 +185,6 @@ def run(case: dict[str, Any]) -> dict[str, int]:
         "save_strategy": "no", "logging_strategy": "no", "logging_nan_inf_filter": False,
         "dataloader_pin_memory": False, "remove_unused_columns": False, "disable_tqdm": True,
     }  # fmt: skip
-
-    class Marks(TrainerCallback):
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            recorder.enter(Phase.OPTIMIZER_STEP)
-
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == 1:
-                recorder.restart()
 
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         stack.enter_context(no_gpu())
@@ -223,7 +230,7 @@ def run(case: dict[str, Any]) -> dict[str, int]:
             trainer: Any = kind(**made)
         recorder.register_model(trainer.model)
         trainer.data_collator = collate(case)  # of which TRL takes its own alone
-        trainer.add_callback(Marks())
+        trainer.add_callback(mark_steps(recorder))
         trainer.model.register_forward_pre_hook(lambda *_: recorder.enter(Phase.FORWARD))
         trainer.model.register_forward_hook(lambda *_: recorder.enter(Phase.BACKWARD))
         trainer.train()

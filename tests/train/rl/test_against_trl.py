@@ -5,15 +5,11 @@ is of whole answers, whose log is a sum over tokens: its rounding is a few times
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent.parent.parent
-PYTHON = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
+from neighbour_programs import run_program
+
 CASES = (
     "dapo", "grpo", "dr_grpo", "batch", "gspo", "gspo, kl", "kl", "kl without the ratio",
     "clip higher", "delta", "masked", "masked, dapo", "on policy", "chunked", "rloo", "rloo, kl",
@@ -23,18 +19,8 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    if not PYTHON.exists():
-        pytest.skip("`make neighbours` installs TRL")
     home = tmp_path_factory.mktemp("home")
-    around = {
-        **os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}",
-        "HOME": str(home), "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    done = subprocess.run(
-        [str(PYTHON), str(TESTS / "neighbours" / "trl_policies.py"), str(home / "found.json")],
-        capture_output=True, text=True, check=False, env=around,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_program("trl_policies.py", home, home / "found.json")
     return json.loads((home / "found.json").read_text())
 
 

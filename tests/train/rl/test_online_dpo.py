@@ -2,10 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +16,9 @@ from memfit.train.rl.policy_loss import Answers, Counts, policy_loss
 from memfit.train.rl.rollout import Prompt, Sampling, roll_out
 from memfit.train.rl.rows import lay_out
 from memfit.train.rl.sampling import sample_in_slots
+from neighbour_programs import run_program
 from tiny_models import gradients_in, make_built, make_recipe
 
-TESTS = Path(__file__).parents[2]
-PYTHON = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
 CASES = (
     "sigmoid", "ipo", "beta", "missing end", "two functions", "all equal", "chunked",
     "as its reference",
@@ -48,18 +43,8 @@ def nobody(completion_ids, **_):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    if not PYTHON.exists():
-        pytest.skip("`make neighbours` installs TRL")
     home = tmp_path_factory.mktemp("home")
-    around = {
-        **os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}",
-        "HOME": str(home), "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    done = subprocess.run(
-        [str(PYTHON), str(TESTS / "neighbours" / "trl_online.py"), str(home / "found.json")],
-        capture_output=True, text=True, check=False, env=around,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_program("trl_online.py", home, home / "found.json")
     return json.loads((home / "found.json").read_text())
 
 
