@@ -99,8 +99,10 @@ def test_explore_says_why_each_was_not_chosen(browser, server):
 def show_two(page):
     """That two freely chosen plans stand there with the figures of `memfit plan`."""
     page.wait_for_selector("[aria-label='Left and right'] td")
-    rows = page.locator("[aria-label='Left and right'] tbody tr").all()
-    shown = {said[0]: said[1:] for row in rows if (said := row.locator("td").all_text_contents())}
+    rows = page.locator("[aria-label='Left and right'] tbody tr").evaluate_all(  # at once
+        "rows => rows.map(row => [...row.querySelectorAll('td')].map(cell => cell.textContent))"
+    )
+    shown = {cells[0]: cells[1:] for cells in rows if cells}
     wanted = ({"micro_batch": 16}, {"hardware.device": "a100-sxm-80", "task.sequence_length": 512})
     plans = [
         api.plan(
@@ -171,10 +173,10 @@ def test_of_anothers_step_the_timeline_is_what_is_predicted(browser, server):
         assert page.locator("#certify").count() == 0
         plan = api.plan(read_query(tuple({**RANKS, **more}.items())), levers=False)
         strip = api.draw_pipeline(plan)
-        rows = page.locator("[aria-label='Ranks of the pipeline'] tbody tr").all()
+        rows = page.locator("[aria-label='Ranks of the pipeline'] tbody tr").all_text_contents()
         for slots, row in zip(strip.ranks, rows, strict=True):
             works = sum(slot.end - slot.start for slot in slots)
-            assert units.show_seconds(works) in row.text_content()
+            assert units.show_seconds(works) in row
         tab_to(page, "#strip")
         page.keyboard.press("ArrowDown")
         page.keyboard.press("ArrowRight")
