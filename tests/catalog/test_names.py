@@ -236,7 +236,10 @@ def test_weights_are_those_of_the_name_and_positions_too():
      ("granite 8b code", "granite-8b-code-base"), ("glm 9b", "glm-4-9b-0414"),
      ("deepseek coder 6.7b", "deepseek-coder-6.7b"), ("qwen 1.5b", "qwen2.5-1.5b"),
      ("gemma 3 270m", "gemma-3-270m"), ("falcon3 3b", "falcon3-3b"),
-     ("solar 10.7b", "solar-10.7b")],
+     ("solar 10.7b", "solar-10.7b"), ("mistral 7b", "mistral-7b-v0.3"),
+     ("mistral 7b v0.1", "mistral-7b-v0.1"), ("qwen 14b", "qwen3-14b"),
+     ("qwen 2.5 14b", "qwen2.5-14b"), ("gemma 27b", "gemma-3-27b-it"),
+     ("gemma2 27b", "gemma-2-27b"), ("llama2 70b", "llama-2-70b")],
 )  # fmt: skip
 def test_a_size_in_words_is_a_row(name, row):
     assert catalog.find_model(name).id == row
@@ -244,13 +247,30 @@ def test_a_size_in_words_is_a_row(name, row):
 
 @pytest.mark.parametrize(
     ("name", "choices"),
-    [("llama 70b", ("llama-2-70b", "llama-3.1-70b")), ("mistral 7b", ("v0.1", "v0.3")),
+    [("llama", ("llama-2-70b", "llama-3.1-70b")), ("mixtral", ("8x7b", "8x22b")),
      ("8b", ("llama-3-8b", "qwen3-8b"))],
 )  # fmt: skip
 def test_words_of_several_shapes_list_them(name, choices):
     with pytest.raises(InvalidRequest, match="names several models") as caught:
         catalog.find_model(name)
     assert all(choice in caught.value.hint for choice in choices)
+
+
+def test_of_several_versions_the_latest_is_taken_and_the_others_are_named():
+    assert catalog.describe_model("mistral 7b") == (
+        "`mistral 7b` is taken as `mistral-7b-v0.3`; earlier, with other sizes:"
+        " mistral-7b-v0.1, mistral-7b-v0.2"
+    )
+    assert "llama-3-70b and llama-3.1-70b have the same sizes" in catalog.describe_model(
+        "llama 70b"
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen2.5 vl 7b", "llama 3.2 11b vision", "Qwen/Qwen2-VL-7B"])
+def test_what_reads_images_is_refused_and_no_text_model_is_offered_for_it(name):
+    with pytest.raises(InvalidRequest, match="reads more than text") as caught:
+        catalog.find_model(name)
+    assert "did you mean" not in caught.value.hint
 
 
 def test_a_plan_says_which_rows_were_taken():

@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 
 from memfit import api
-from memfit.cli import options
+from memfit.cli import first_contact, options
 from memfit.cli.app import VERBS, run
 from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified, RunFailed
 from memfit.core.libraries import install_extra
@@ -140,6 +140,14 @@ def fails(*arguments):
     [
         (["plna"], "error: unknown verb: `plna`\nhint: did you mean `plan`? "
                    "(`memfit --help` lists them)\n"),
+        (["estimate", "gpt2"], "error: unknown verb: `estimate`\nhint: that is `memfit plan` here"),
+        (["qwen3-8b", "--device", "4090"],
+         "error: unknown verb: `qwen3-8b`\nhint: `memfit plan qwen3-8b --device 4090` plans it\n"),
+        (["export", "gpt2"],
+         "error: Missing option '--to'.\n"
+         "hint: it is typed as `memfit export PLAN.JSON|RUN|REQUEST.YAML|MODEL --to TARGET`; "),
+        (["launch", "gpt2"],
+         "error: Missing option '--on'. Choose from: slurm, skypilot, k8s, ray\nhint: it is "),
         (["predict", "gpt2", "--devcie", "x"],
          "error: No such option '--devcie'."
          ),
@@ -186,6 +194,11 @@ def test_what_is_wrong_is_said_once_with_a_hint(arguments, said):
     assert (code, out) == (2, "")
     assert err.startswith(said)
     assert err.count("error:") == err.count("hint:") + ("cannot be set" in err) == 1
+
+
+def test_guessed_words_are_no_verbs_and_name_one():
+    assert not set(first_contact.GUESSED) & set(VERBS)
+    assert set(first_contact.GUESSED.values()) <= {*VERBS, "--version"}
 
 
 def test_yaml_is_read_as_version_1_2(tmp_path, request_file):
@@ -720,7 +733,7 @@ def test_solve_in_words_and_as_json():
     [
         (["solve", "micro_batch"], 2, "no model was named to solve for `micro_batch`"),
         (["solve", "sequences", "gpt2"], 2, "memfit does not solve for `sequences`"),
-        (["solve", "batch", "mistral-7b", "--device", "l4"], 2, "hint: say which: `mistral-7b-v0"),
+        (["solve", "batch", "mixtral", "--device", "l4"], 2, "hint: say which: `mixtral-8x7b-v0"),
         (["solve", "micro_batch", "gpt2", "--device", "l4", "--memory", "200 MiB"], 3, ""),
     ],
 )

@@ -158,8 +158,11 @@ def describe_model(name: str) -> str:
     if named.hub:
         return f"`{name}`: the sizes of `{named.row}` of the catalogue, which are the same"
     others = [each.row for each in _in_words(name) if each.row != named.row]
-    alike = f"; {' and '.join(others)} has the same sizes" if others else ""
-    return f"`{name}` is taken as `{named.row}`{alike}"
+    verb = "has" if len(others) == 1 else "have"
+    alike = f"; {' and '.join(others)} {verb} the same sizes" if others else ""
+    earlier = published_names.find_earlier(name, _MODELS.ids)
+    older = f"; earlier, with other sizes: {', '.join(earlier)}" if earlier else ""
+    return f"`{name}` is taken as `{named.row}`{alike}{older}"
 
 
 def strip_address(name: str) -> str:
@@ -191,6 +194,11 @@ def _name(name: str) -> published_names.Named:
                 f"`{name}` is of the family `{family}`, whose blocks memfit does not describe yet",
                 hint="docs/lacking.md lists such families by demand; `memfit models` lists what is"
                 " planned",
+            ) from None
+        if published_names.reads_more_than_text(name):
+            raise InvalidRequest(
+                f"`{name}` reads more than text, and memfit plans text models alone",
+                hint="docs/lacking.md says what is missing; `memfit models` lists what is planned",
             ) from None
         raise
 

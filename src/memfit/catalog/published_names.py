@@ -65,8 +65,13 @@ UNSUPPORTED = {
     "falcon-h1": "falcon_h1", "starcoder2": "starcoder2", "hunyuan-": "hunyuan_v1_dense",
     "ernie-4.5": "ernie4_5", "afm-4.5b": "arcee", "kimi-linear": "kimi_linear",
     "internlm3": "internlm3", "apertus-": "apertus", "olmoe": "olmoe",
-    "gpt-neo-": "gpt_neo",
+    "gpt-neo-": "gpt_neo", "exaone": "exaone", "command-r7b": "cohere2", "command-a": "cohere2",
+    "nemotron-nano": "nemotron_h", "nemotron-3": "nemotron_h", "ernie": "ernie4_5",
 }  # fmt: skip
+MORE_THAN_TEXT = frozenset({
+    "vl", "vision", "omni", "audio", "llava", "pixtral", "internvl", "paligemma", "idefics",
+    "multimodal", "voxtral", "whisper",
+})  # fmt: skip
 IN_FOUR_BITS = re.compile(r"(-unsloth)?-bnb-4bit$", re.IGNORECASE)  # whose name a mirror adds
 STORED = {  # formats that are for inference: what is in a name -> what it is
     "gguf": "GGUF is llama.cpp's file for inference",
@@ -157,9 +162,15 @@ def find_published(name: str, rows: dict[str, str]) -> Named | None:
 
 def find_unsupported(name: str) -> str:
     """The family of a model by its name, where memfit has none for it; "" for another name."""
-    tail = slug(name).rpartition("/")[2].replace("_", "-")
+    tail = slug(name).rpartition("/")[2].replace("_", "-") + "-"
     starts = [start for start in UNSUPPORTED if tail.startswith(start.replace("_", "-"))]
     return UNSUPPORTED[max(starts, key=len)] if starts else ""
+
+
+def reads_more_than_text(name: str) -> bool:
+    """Whether a model reads images or sound, by the words that publishers put in such names."""
+    words = re.split(r"[/_.\-\s]+|(?<=[a-z])(?=\d)", name.lower())
+    return not MORE_THAN_TEXT.isdisjoint(words)
 
 
 def find_stored(name: str) -> str:
@@ -179,6 +190,8 @@ def strip_stored(name: str) -> str:
 _OWN_WORDS = {
     "qwen1.5-": "1.5", "granite-3b-code": "code", "granite-8b-code": "code",
     "mixtral-8x22b-instruct": "instruct", "amd-": "amd", "open_llama": "open",
+    "mistral-7b-v0.1": "v0.1", "mistral-7b-v0.2": "v0.2", "qwen2.5-14b": "2.5",
+    "qwen2.5-32b": "2.5", "gemma-2-27b": "2", "llama-2-70b": "2",
 }  # fmt: skip
 _WHOLE = re.compile(r"a?\d+(?:\.\d+)?[bm]|\d+x\d+b|v\d[\d.]*")  # 8b, a3b, 8x7b, v0.1
 _GLUED = re.compile(r"([a-z]+)(\d[\d.]*)")  # llama3.1, qwen3
@@ -208,7 +221,17 @@ def find_in_words(name: str, rows: Iterable[str]) -> tuple[Named, ...]:
     if "/" in name or not any(_WHOLE.fullmatch(word) and word[-1] in "bm" for word in words):
         return ()
     own = [row for row in rows if words <= split_words(row) and not _needs_its_word(row, words)]
-    begun = [row for row in own if split_words(re.split(r"[-_.]", row)[0]) & words]
-    return tuple(Named(row, "") for row in begun or own) or tuple(
+    return tuple(Named(row, "") for row in _begun(own, words) or own) or tuple(
         named for each, named in _by_id().items() if "/" in each and words <= split_words(each)
     )
+
+
+def find_earlier(name: str, rows: Iterable[str]) -> list[str]:
+    """Rows that the words of a name fit too, and that only a word of their own would name."""
+    words = split_words(name)
+    return _begun([r for r in rows if words <= split_words(r) and _needs_its_word(r, words)], words)
+
+
+def _begun(rows: list[str], words: frozenset[str]) -> list[str]:
+    """Of some rows those whose names begin with a typed word."""
+    return [row for row in rows if split_words(re.split(r"[-_.]", row)[0]) & words]

@@ -16,7 +16,7 @@ from itertools import takewhile
 import click
 
 from memfit import __version__
-from memfit.core.errors import Error, InvalidRequest, RunFailed, UnknownName
+from memfit.core.errors import Error, InvalidRequest, RunFailed
 from memfit.core.system.processes import is_shortage
 from memfit.core.system.reading import shorten
 from memfit.core.system.streams import guarded_output, in_lines, open_closed_streams
@@ -85,7 +85,9 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click's, but a verb that does not exist offers the nearest ones."""
         if args and args[0] not in VERBS and not args[0].startswith("-"):
-            raise UnknownName("verb", args[0], VERBS, see="`memfit --help` lists them")
+            from memfit.cli.first_contact import refuse_verb
+
+            raise refuse_verb(args, VERBS)
         return super().resolve_command(ctx, put_model_in_place(join_name(args)))
 
 
@@ -168,7 +170,7 @@ def _run(work: Callable[[], object]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted", "", INTERRUPTED)
     except click.UsageError as error:
-        return _say(error.format_message(), _help_of(error), error.exit_code)
+        return _say(" ".join(error.format_message().split()), _help_of(error), error.exit_code)
     except click.ClickException as error:
         return _say(error.format_message(), "", error.exit_code)
     except Error as error:
@@ -213,9 +215,21 @@ def _help_of(error: click.UsageError) -> str:
     shown = f"`{error.ctx.command_path} --help`" if error.ctx else "`memfit --help`"
     if isinstance(error, click.NoSuchOption) and (own := _describe_option(error.option_name)):
         return f"{own}; {shown}"
+    if isinstance(error, click.MissingParameter) and error.ctx:
+        return f"it is typed as `{_type_usage(error)}`; {shown}"
     if "unexpected extra argument" in error.format_message():
         return f'a name of several words stands in quotes, as `"llama 8b"`; {shown}'
     return shown
+
+
+def _type_usage(error: click.MissingParameter) -> str:
+    """A command with all that it cannot do without, as it is typed."""
+    assert error.ctx is not None
+    words = [error.ctx.command_path]
+    for needed in (each for each in error.ctx.command.params if each.required):
+        words += [needed.opts[0]] if isinstance(needed, click.Option) else []
+        words.append(needed.make_metavar(error.ctx))
+    return " ".join(words)
 
 
 def _describe_option(name: str) -> str:

@@ -1,15 +1,17 @@
-"""help, completion, and what `memfit` alone prints."""
+"""help, completion, what `memfit` alone prints, and what a word that is no verb may mean."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
 
 from memfit.cli.options import output_options, print_json, same_options
-from memfit.core.errors import UnknownName
+from memfit.core.errors import InvalidRequest, UnknownName, shorten_name
 from memfit.files.flags import gather
 
 WELCOME = """\
@@ -30,6 +32,17 @@ STARTUP_LINES = {  # the file that each shell reads at its start, and the line f
     "zsh": 'eval "$(memfit completion zsh)"  # in ~/.zshrc',
     "fish": "memfit completion fish | source  # in ~/.config/fish/config.fish",
 }
+
+GUESSED = {  # words that people type first -> the verb
+    "estimate": "plan", "calculate": "plan", "calc": "plan", "fit": "plan", "fits": "plan",
+    "vram": "plan", "memory": "plan", "verify": "certify", "prove": "certify",
+    "simulate": "certify",
+    "finetune": "train", "fine-tune": "train", "tune": "train", "run": "train", "resume": "train",
+    "profile": "measure", "benchmark": "measure", "bench": "measure", "compare": "diff",
+    "chat": "generate", "sample": "generate", "convert": "export", "optimize": "solve",
+    "gpus": "devices", "gpu": "devices", "list": "models", "version": "--version",
+    "status": "report", "show": "report", "cluster": "launch", "new": "init",
+}  # fmt: skip
 
 
 def show_welcome(version: str) -> None:
@@ -60,6 +73,31 @@ def ask_three(device: str | None, changes: dict[str, Any]) -> tuple[str, str, di
     typed = f"memfit plan {shlex.quote(target)}{same_options(device, None, changes)}"
     click.echo(f"the same, typed: {typed}\n", err=True)
     return target, device, changes
+
+
+def refuse_verb(args: list[str], verbs: Iterable[str]) -> InvalidRequest:
+    """The error for a line whose first word is no verb, with what the line may have meant."""
+    word, see = args[0], "`memfit --help` lists them"
+    if meant := GUESSED.get(word.lower()):
+        hint = f"that is `memfit {meant}` here ({see})"
+    elif _is_planned(word):
+        hint = f"`{shlex.join(['memfit', 'plan', *args])}` plans it"
+    else:
+        return UnknownName("verb", word, verbs, see=see)
+    return InvalidRequest(f"unknown verb: `{shorten_name(word)}`", hint=hint)
+
+
+def _is_planned(word: str) -> bool:
+    """Whether a word is a model's name, or a file that a request may be."""
+    if Path(word).suffix in {".yaml", ".yml"}:
+        return True
+    from memfit import catalog
+
+    try:
+        catalog.find_model(word)
+    except InvalidRequest:
+        return False
+    return True
 
 
 @click.command("help", short_help="Show the help of memfit, or of one verb.")
