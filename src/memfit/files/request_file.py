@@ -193,7 +193,7 @@ KEYS = {
     "run.best_by": "an evaluation's figure, such as loss: the run ends with the best one's weights",
     "run.patience": "evaluations in turn that are no better, after which the run stops; 0: never",
     "run.min_improvement": "that counts as better for patience",
-    "run.callbacks": "a list of functions that installed packages register: called with each line",
+    "run.callbacks": "a list of functions, FILE.py:NAME or by a package: called with each line",
     "run.trackers": "a list of: tensorboard | wandb | mlflow | trackio | … (accelerate's trackers)",
     "tokenizer": "folder or hub id; empty uses the model's own",
     "seed": "names the run: data order, dropout and random weights follow from it",

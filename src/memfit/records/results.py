@@ -411,6 +411,14 @@ class Run(Record, frozen=True, kw_only=True):
     rewards: tuple[tuple[int, float], ...] = ()  # (step, mean reward of the sampled answers)
     answers: tuple[Answer, ...] = ()  # of the first rollout and of the last one
     continued: tuple[str, ...] = ()  # each time that it went on beyond its end: how
+    ended_early: str = ""  # who ended it before its last step, and why; "" where nobody did
+
+    @property
+    def state(self) -> str:
+        """Whether it is finished, and why so early where it is."""
+        if not self.finished:
+            return "not finished"
+        return f"finished early: {self.ended_early}" if self.ended_early else "finished"
 
     def __repr__(self) -> str:
         """Steps, the last loss and the model in one line."""

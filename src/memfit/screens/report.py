@@ -56,9 +56,7 @@ def _progress(run: Run | None, steps: int) -> str:
         return "not trained"
     if not run.losses:
         return f"{run.steps_done:,} steps measured"
-    return f"{run.steps_done:,} of {steps or run.steps_done:,} steps " + (
-        "(finished)" if run.finished else "(not finished)"
-    )
+    return f"{run.steps_done:,} of {steps or run.steps_done:,} steps ({run.state})"
 
 
 def _show_rows(console: Console, title: str, rows: Sequence[Comparison]) -> None:

@@ -25,7 +25,7 @@ class RunRequest(Record, frozen=True, kw_only=True):
     best_by: str = ""  # the model with the best held-out `loss`, … is what the run ends with
     patience: NotNegative = 0  # evaluations in turn that are no better, after which it stops
     min_improvement: NotNegativeFloat = 0.0  # that counts as better
-    callbacks: tuple[str, ...] = ()  # that installed packages register
+    callbacks: tuple[str, ...] = ()  # FILE.py:NAME, or what an installed package registers
     trackers: tuple[str, ...] = ()  # of accelerate: tensorboard, wandb, mlflow, trackio, …
 
     def __post_init__(self) -> None:

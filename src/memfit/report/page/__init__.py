@@ -85,7 +85,7 @@ def _header(report: Report) -> str:
         figures.append(_figure(f"{shown[0][1]:.3f} → {shown[-1][1]:.3f}", what))
     state = "not trained"
     if run is not None:
-        state = f"{run.steps_done:,} steps, {'finished' if run.finished else 'not finished'}"
+        state = f"{run.steps_done:,} steps, {run.state}"
     return (
         f'<header><h1>{text(report.title)}</h1><p class="soft">recipe '
         f"<code>{text(report.recipe_digest)}</code>, {text(state)}</p>"

@@ -182,8 +182,7 @@ def train(
             warnings=list(before.warnings) if before else [],
             continued=list(before.continued) if before else [],
         )
-        if before is not None and before.recipe.course != recipe.course:
-            session.go_on(describe_continuation(before.recipe, recipe, before.steps_done))
+        _note_before(session, before)
         session.callbacks = Callbacks(cadence.callbacks if first else (), folder, session.warn)
         for text in (*lost, *ranks.notes, *_find_other_rewards(session, before)):
             session.warn(text)
@@ -192,6 +191,16 @@ def train(
             session.progress.note(note)
         with explained_loss():
             return _run(session, predicted_seconds)
+
+
+def _note_before(session: Session, before: Run | None) -> None:
+    """What an earlier start of the run says of how this one goes on."""
+    if before is None:
+        return
+    if before.recipe.course != session.recipe.course:
+        session.go_on(describe_continuation(before.recipe, session.recipe, before.steps_done))
+    else:
+        session.ended_before = before.steps_done, before.ended_early
 
 
 def _find_other_rewards(session: Session, before: Run | None) -> Iterator[str]:
@@ -266,11 +275,15 @@ def _run(session: Session, predicted_seconds: float | None) -> Run:
             if log.damage and not session.ranks.rank:  # others may have joined later
                 session.warn(log.damage)
             session.evaluated = _read_evaluated(session)
+            if session.ended_before[0] == session.done:
+                session.ended_early = session.ended_before[1]
             for index in range(session.done, session.recipe.steps):
                 if session.judged.stops:
-                    session.progress.note(_describe_stop(session))
-                    break
+                    session.ended_early = _describe_stop(session)
                 _stop_if_requested(session, built, log, index)
+                if session.ended_early:
+                    session.progress.note(session.ended_early)
+                    break
                 moment = f"step {index + 1}"
                 with explained_out_of_memory(
                     session.home, moment, _diagnosis(session, built, moment),
@@ -297,7 +310,7 @@ def _read_evaluated(session: Session) -> list[tuple[int, float]]:
 def _describe_stop(session: Session) -> str:
     cadence, judged = session.cadence, session.judged
     return (
-        f"stopping after step {session.done} of {session.recipe.steps}: {cadence.patience}"
+        f"`run.patience` ended the run after step {session.done}: {cadence.patience}"
         f" evaluations in turn were no better than step {judged.best}'s {cadence.best_by} of"
         f" {judged.value:.4f}"
     )
@@ -620,15 +633,25 @@ def _save(session: Session, built: Built, log: Log, step: int) -> None:
 
     session.meter.watch(built, Phase.SAVE, save)
     session.compare()
+    session.saved = step
+    if step < session.recipe.steps:
+        session.ended_early = session.ended_early or session.callbacks.stop
     write_run(session, step, finished=False)
 
 
 def _stop_if_requested(session: Session, built: Built, log: Log, done: int) -> None:
+    """Save and raise where a signal or other ranks ask for it; where a callback of the first rank
+    ends the run, save and let all ranks know."""
     room = done > session.begun and session.ranks.wants_more()
-    wishes = (session.interrupts.requested, room)
+    why = session.ended_early or session.callbacks.stop
+    wishes = (session.interrupts.requested, room, bool(why))
     found = session.ranks.gather(*map(float, wishes))
-    stopping, moving = (any(flags) for flags in zip(*found, strict=True))
-    if not stopping and not moving:
+    stopping, moving, ending = (any(flags) for flags in zip(*found, strict=True))
+    if ending:
+        session.ended_early = session.ranks.from_first(lambda: why)
+        if session.saved != done:
+            _save(session, built, log, done)
+    if session.ended_early or not (stopping or moving):
         return
     if done:
         _save(session, built, log, done)

@@ -83,6 +83,9 @@ class Session:
     log_digest: str = ""  # of log.jsonl up to `done`, as the checkpoint there says
     done: int = 0  # steps whose result is complete
     begun: int = 0  # of these, those before this start
+    saved: int = 0  # the step of the newest checkpoint of this start
+    ended_early: str = ""  # why the run ends before its last step
+    ended_before: tuple[int, str] = (0, "")  # steps of an earlier start, and why it ended there
     # step and value of each evaluation, where they are compared
     evaluated: list[tuple[int, float]] = field(default_factory=list)
     outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
@@ -266,6 +269,7 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         },
         warnings=tuple(session.warnings),
         continued=tuple(session.continued),
+        ended_early=session.ended_early,
         rewards=tuple((r["step"], r["reward"]) for r in rows if r.get("reward") is not None),
         answers=show_answers(rows),
     )
