@@ -34,14 +34,14 @@ def test_every_fence_is_a_block():
         assert len(re.findall(r"^```", text, re.M)) == 2 * len(FENCE.findall(text)), page
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
-def test_a_block_is_run_or_says_why_not(block):
-    if block.reason:
-        assert len(block.reason.split()) >= 3
-    elif block.language == "python":
-        assert block.page == API
-    else:
-        assert block.language in ("sh", "yaml", "text")
+def test_every_block_is_run_or_says_why_not():
+    for block in BLOCKS:
+        if block.reason:
+            assert len(block.reason.split()) >= 3, block.name
+        elif block.language == "python":
+            assert block.page == API, block.name
+        else:
+            assert block.language in ("sh", "yaml", "text"), block.name
 
 
 def lines(body):
