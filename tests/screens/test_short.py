@@ -7,10 +7,12 @@ from functools import cache
 import pytest
 from msgspec.structs import replace
 
+import made_by_hand as made
 from memfit import api
 from memfit.catalog import models
 from memfit.cli.options import changed_options
 from memfit.core.errors import InvalidRequest, MemoryUnknown
+from memfit.core.units import GIB
 from memfit.screens.short import MOST, describe_time, show_short
 from memfit.screens.widgets.terminal import Console, cells
 from typed_commands import quick
@@ -150,3 +152,28 @@ def test_an_unknown_time_is_said_to_be_unknown_once():
     assert ["".join(span.text for span in line) for line in lines] == [
         "time unknown: nobody timed it"
     ]
+
+
+def show(plan):
+    out = io.StringIO()
+    show_short(Console(out, width=80), plan, commands=[])
+    return out.getvalue()
+
+
+def test_a_lever_that_another_one_beats_in_bytes_and_time_is_left_to_why():
+    plan = made.plan()
+    own, like = plan.memory.needed, plan.levers[0]
+    strong, weak = (
+        replace(like, changes={"micro_batch": rows}, device_total=own - saved,
+                relative_time=time, fits=True, because=because)
+        for rows, saved, time, because in (
+            (3, 9 * GIB, 0.8, ""), (5, 5 * GIB, 0.9, "changes what is learned"))
+    )  # fmt: skip
+    both = show(replace(plan, levers=(weak, strong)))
+    assert "--batch 3" in both
+    assert "--batch 5" not in both
+    exact = replace(weak, because="")
+    inexact = replace(strong, because="changes what is learned")
+    apart = show(replace(plan, levers=(exact, inexact)))  # neither is the better in all
+    assert "--batch 3" in apart
+    assert "--batch 5" in apart

@@ -207,7 +207,7 @@ def _describe_levers(plan: Plan, few: int) -> list[str]:
         nbytes = f"{'+' if saved > 0 else '-'}{units.show_bytes(abs(saved))}"
         change = row.relative_time - 1
         time = "as fast" if abs(change) < MATTERS / 10 else f"{change:+.1%} time"
-        mark = "*" if "changes what is learned" in row.because else " "
+        mark = "*" if _is_inexact(row) else " "
         fits = "" if row.fits else ", does not fit"
         lines.append(f"{name.ljust(width)} {mark} {nbytes.rjust(11)}, {time}{fits}")
     return lines
@@ -218,7 +218,11 @@ def _type(changes: Mapping[str, Any]) -> str:
 
 
 def _choose_levers(plan: Plan) -> list[Considered]:
-    """What saves memory or time and fits, the most for its time first."""
+    """What saves memory or time and fits, the most for its time first.
+
+    A lever that needs more and is slower than another one, which changes no more of what is
+    learned, is left to `--why`.
+    """
     own = plan.memory.needed or 0
     miss = plan.memory.verdict == "does_not_fit"
     able = [
@@ -228,9 +232,22 @@ def _choose_levers(plan: Plan) -> list[Considered]:
         and (own - _needs(row) > MATTERS * own or row.relative_time < 1 - MATTERS)
         and not (miss and _needs(row) >= own)
     ]
+    able = [row for row in able if not any(_beats(other, row) for other in able)]
     faster = [row for row in able if row.relative_time < 1 - MATTERS]
     saving = sorted((row for row in able if row not in faster), key=_needs)
     return [*sorted(faster, key=lambda row: row.relative_time), *saving]
+
+
+def _beats(one: Considered, other: Considered) -> bool:
+    return (
+        _needs(one) < _needs(other)
+        and one.relative_time < other.relative_time
+        and (_is_inexact(other) or not _is_inexact(one))
+    )
+
+
+def _is_inexact(row: Considered) -> bool:
+    return "changes what is learned" in row.because
 
 
 def _choose_ways(ways: Sequence[WayOut], few: int) -> list[WayOut]:
