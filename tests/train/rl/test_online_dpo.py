@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -123,13 +124,14 @@ def test_the_loss_and_its_slopes_are_the_formula_s(loss_type):
     assert sums.tolist() == pytest.approx(by_hand, abs=1e-12)
 
 
-@pytest.fixture
-def make(tmp_path):
-    (tmp_path / "rewards.py").write_text(REWARDS)
+@contextmanager
+def making(folder):
+    """What makes a `Learning` of reward functions in a folder."""
+    (folder / "rewards.py").write_text(REWARDS)
     opened = []
 
     def made(*, policy=PAIRS, rollout=ROLLOUT, reward="even", groups=4, penalty=0.0, sample=None):
-        judges = Judges(RewardSettings(funcs=(f"{tmp_path / 'rewards.py'}:{reward}",)))
+        judges = Judges(RewardSettings(funcs=(f"{folder / 'rewards.py'}:{reward}",)))
         opened.append(judges)
         prompts = [Prompt([n + 3, n + 4, 2][: 2 + n % 2], {"prompt": str(n)}) for n in range(6)]
         sampling = Sampling(
@@ -141,6 +143,12 @@ def make(tmp_path):
     yield made
     for judges in opened:
         judges.__exit__(None, None, None)
+
+
+@pytest.fixture
+def make(tmp_path):
+    with making(tmp_path) as made:
+        yield made
 
 
 def built_for(micro_batch=4, **changes):
@@ -168,10 +176,13 @@ def plain_log_probs(model, learning, experience):
     return torch.stack(found)
 
 
-def test_an_iteration_s_loss_is_of_the_model_s_own_chances_beside_its_base(make):
+def test_an_iteration_s_loss_is_of_the_model_s_own_chances_beside_its_base(tmp_path):
     """Answers are sampled at 0.6; the loss is of chances at 1, with adapters on and off."""
-    built, learning = built_for(optimizer={"clip_norm": 0.0}), make()
-    experience = roll_out(built, learning.sampling, 0)
+    built = built_for(optimizer={"clip_norm": 0.0})
+    with making(tmp_path) as make:
+        learning = make()
+        experience = roll_out(built, learning.sampling, 0)
+        figures = iterate(built_for(optimizer={"clip_norm": 0.0}), learning, 0).figures
     model = built.model.eval()
     own = plain_log_probs(model, learning, experience)
     scales = {}
@@ -190,7 +201,6 @@ def test_an_iteration_s_loss_is_of_the_model_s_own_chances_beside_its_base(make)
     ahead = order_pairs(experience.rewards).view(-1, 2)
     margins = (ratios * ahead).sum(1)
     expected = -torch.nn.functional.logsigmoid(0.3 * margins).mean()
-    figures = iterate(built_for(optimizer={"clip_norm": 0.0}), learning, 0).figures
     assert float((own - base).abs().max()) > 1e-2
     assert figures["loss"] == pytest.approx(float(expected.detach()), abs=1e-6)
     assert figures["reward_margin"] == pytest.approx(float(0.3 * margins.mean()), abs=1e-6)
@@ -198,23 +208,24 @@ def test_an_iteration_s_loss_is_of_the_model_s_own_chances_beside_its_base(make)
     assert "clipped_low" not in figures
 
 
-def test_pairs_of_which_nobody_judged_an_answer_teach_nothing(make):
+def test_pairs_of_which_nobody_judged_an_answer_teach_nothing(tmp_path):
     """Answers 1 and 6 have no reward: what is learned is what pairs 1 and 2 teach alone."""
     gradients = []
-    for chosen in (range(8), range(2, 6)):
-        built = built_for(optimizer={"clip_norm": 0.0})
-        learning = make(reward="some")
-        experience = roll_out(built, learning.sampling, 0)
-        found = gradients_in(built)
-        if len(chosen) == 8:
-            figures = iterate(built, learning, 0).figures
-            assert figures["unjudged"] == pytest.approx(2 / 8)
-        else:
-            kept = [experience.completions[i] for i in chosen]
-            prompts = [experience.prompts[i] for i in chosen]
-            rewards = dict(zip([c.ids for c in kept], [2.0, 0.0, 1.0, 2.0], strict=True))
-            _teach(built, prompts, kept, [rewards[c.ids] for c in kept])
-        gradients.append(dict(found))
+    with making(tmp_path) as make:
+        for chosen in (range(8), range(2, 6)):
+            built = built_for(optimizer={"clip_norm": 0.0})
+            learning = make(reward="some")
+            experience = roll_out(built, learning.sampling, 0)
+            found = gradients_in(built)
+            if len(chosen) == 8:
+                figures = iterate(built, learning, 0).figures
+                assert figures["unjudged"] == pytest.approx(2 / 8)
+            else:
+                kept = [experience.completions[i] for i in chosen]
+                prompts = [experience.prompts[i] for i in chosen]
+                rewards = dict(zip([c.ids for c in kept], [2.0, 0.0, 1.0, 2.0], strict=True))
+                _teach(built, prompts, kept, [rewards[c.ids] for c in kept])
+            gradients.append(dict(found))
     for name, value in gradients[0].items():
         torch.testing.assert_close(value, gradients[1][name], atol=1e-7, rtol=1e-5)
 
