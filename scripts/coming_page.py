@@ -109,6 +109,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("wandb", "report_to", llamafactory="report_to"),
         alike(3, "save_total_limit"),
         alike("eval_loss", "metric_for_best_model"),
+        alike(False, "greater_is_better"),
         Row(True, "load_best_model_at_end", "load_best_model_at_end", "load_best_model_at_end"),
         Row(3, axolotl="early_stopping_patience", llamafactory="early_stopping_steps"),
     ),

@@ -191,6 +191,9 @@ KEYS = {
     " before it what a twentieth of the time allows; all each time with best_by",
     "run.keep": "newest checkpoints that stay; the best one is among them",
     "run.best_by": "an evaluation's figure, such as loss: the run ends with the best one's weights",
+    "run.best_is": "auto | most | least: auto takes the least of a name that ends in loss",
+    "run.metrics": "a list of functions, FILE.py:NAME or by a package, that give figures of each"
+    " evaluation",
     "run.patience": "evaluations in turn that are no better, after which the run stops; 0: never",
     "run.min_improvement": "that counts as better for patience",
     "run.callbacks": "a list of functions, FILE.py:NAME or by a package: called with each line",

@@ -346,6 +346,9 @@ WORDS: dict[str, Word] = {
     # around the steps
     "save_steps": _key("run.save_every"), "eval_steps": _key("run.evaluate_every"),
     "save_total_limit": _key("run.keep"), "evals_per_epoch": _times, "saves_per_epoch": _times,
+    "greater_is_better": lambda value: Answer(
+        {"run.best_is": "least" if _is_off(value) else "most", "run.best_by": "loss"},
+        "`run.best_by` names the figure"),
     "metric_for_best_model": _metric, "load_best_model_at_end": _switch({"run.best_by": "loss"}),
     **dict.fromkeys(("early_stopping_patience", "early_stopping_steps"), _patience),
     "early_stopping_threshold": lambda value: Answer(

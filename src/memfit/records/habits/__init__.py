@@ -7,10 +7,13 @@ on in its folder.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from memfit.core.errors import InvalidRequest
 from memfit.core.kinds_of_numbers import NotNegative, NotNegativeFloat, Positive
 from memfit.records import Record
+
+Best = Literal["auto", "most", "least"]
 
 PARTS = 10  # a run is saved and evaluated this often, unless it is stated
 
@@ -23,8 +26,10 @@ class RunRequest(Record, frozen=True, kw_only=True):
     evaluate_tokens: NotNegative = 0  # held-out tokens of each; 0: what a twentieth of the time is
     keep: Positive = 2  # newest checkpoints
     best_by: str = ""  # the model with the best held-out `loss`, … is what the run ends with
+    best_is: Best = "auto"  # whether more of it is better; auto: unless its name ends in `loss`
     patience: NotNegative = 0  # evaluations in turn that are no better, after which it stops
     min_improvement: NotNegativeFloat = 0.0  # that counts as better
+    metrics: tuple[str, ...] = ()  # functions of evaluations: FILE.py:NAME, or of a package
     callbacks: tuple[str, ...] = ()  # FILE.py:NAME, or what an installed package registers
     trackers: tuple[str, ...] = ()  # of accelerate: tensorboard, wandb, mlflow, trackio, …
 
@@ -43,6 +48,11 @@ class RunRequest(Record, frozen=True, kw_only=True):
                 " an evaluation is better",
                 hint="add `run.best_by: loss`",
             )
+        if self.best_is != "auto" and not self.best_by:
+            raise InvalidRequest(
+                f"`run.best_is: {self.best_is}` is set, and `run.best_by` does not say of what",
+                hint="add `run.best_by`, such as one of `run.metrics`' figures",
+            )
         if self.min_improvement and not self.patience:
             raise InvalidRequest(
                 f"`run.min_improvement: {self.min_improvement}` has an effect on `run.patience`"
@@ -52,8 +62,10 @@ class RunRequest(Record, frozen=True, kw_only=True):
 
     @property
     def rises(self) -> bool:
-        """Whether more is better of what is compared; as in transformers, a loss falls."""
-        return not self.best_by.endswith("loss")
+        """Whether more is better of what is compared; unless stated as transformers takes it."""
+        if self.best_is == "auto":
+            return not self.best_by.endswith("loss")
+        return self.best_is == "most"
 
 
 def count_every(stated: float, steps: int) -> int:

@@ -48,10 +48,11 @@ from memfit.train.checkpoint.files import (
 from memfit.train.checkpoint.sharded import Saver
 from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.data.prepare import build_samplers, read_data
-from memfit.train.data.sampler import Micro, Sampler
+from memfit.train.data.sampler import Micro
 from memfit.train.distributed.ranks import MoreRanks, Ranks, explained_loss
 from memfit.train.habits.callbacks import Callbacks
 from memfit.train.habits.continuing import describe_continuation
+from memfit.train.habits.metrics import Metrics, check_metrics
 from memfit.train.habits.stopping import check_best, read_evaluations
 from memfit.train.habits.trackers import open_trackers
 from memfit.train.measure.counters import (
@@ -61,10 +62,8 @@ from memfit.train.measure.counters import (
     run_step,
     start_device,
     synthetic_micro,
-    to_batch,
 )
 from memfit.train.measure.resident import Resident, give_back_freed
-from memfit.train.model.qat import unrounded
 from memfit.train.model.quantised import count_outliers
 from memfit.train.model.weights import fill_weights
 from memfit.train.rl.online import (
@@ -75,6 +74,7 @@ from memfit.train.rl.online import (
 )
 from memfit.train.rl.rehearsal import rehearse
 from memfit.train.run.certified import find_excess, find_other_version
+from memfit.train.run.evaluation import evaluate_held_out, evaluate_rounding, name_all_rewards
 from memfit.train.run.guard import Interrupts, explained_out_of_memory, locked
 from memfit.train.run.logs import Log, read_log
 from memfit.train.run.oom_report import describe_shortage, find_alive
@@ -88,12 +88,10 @@ from memfit.train.run.session import (
     write_run,
 )
 from memfit.train.step.build import Built, build_optimizer
-from memfit.train.step.preference import Rewards, name_rewards
-from memfit.train.step.rated import name_ratings
 from memfit.train.step.reference_log_probs import give_reference
 from memfit.train.step.scaling import was_skipped
 from memfit.train.step.schedule import learning_rate
-from memfit.train.step.step import StepResult, evaluate
+from memfit.train.step.step import StepResult
 
 __all__ = ["Cadence", "Progress", "train"]
 
@@ -155,6 +153,7 @@ def train(
                 return before
         cadence = cadence or Cadence(**msgspec.structs.asdict(request.run))
         check_best(recipe, cadence, held_out=data.held_out is not None)
+        check_metrics(recipe, cadence.metrics, held_out=data.held_out is not None)
         training, held_out = build_samplers(request, recipe, data, ranks.rank)
         bounds = training.bounds()
         held_out_bounds = held_out.bounds_once() if held_out else None
@@ -183,6 +182,9 @@ def train(
             continued=list(before.continued) if before else [],
         )
         _note_before(session, before)
+        session.metrics = Metrics(cadence.metrics, cadence.best_by, session.warn)
+        if held_out is not None and session.metrics:
+            session.metrics.rehearse(next(held_out.all_once()).labels)
         session.callbacks = Callbacks(cadence.callbacks if first else (), folder, session.warn)
         for text in (*lost, *ranks.notes, *_find_other_rewards(session, before)):
             session.warn(text)
@@ -426,7 +428,7 @@ def _prepare(session: Session) -> tuple[Built, int]:
 def _advance(session: Session, built: Built, log: Log, index: int) -> None:
     """One step and what is due after it."""
     recipe, step = session.recipe, index + 1
-    before = _evaluate_rounding(session, built) if index == 0 else {}
+    before = evaluate_rounding(session, built) if index == 0 else {}
     row = before | _take_step(session, built, index)
     session.beside.note_step(row["seconds"])
     last = step == recipe.steps
@@ -438,7 +440,7 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
         # the last one is reported: of all that is held out, unless so many tokens are stated
         tokens = session.cadence.evaluate_tokens if last else evaluation_tokens(session)
         started = time.perf_counter()
-        row |= _evaluate(session, built, session.held_out, tokens)
+        row |= evaluate_held_out(session, built, session.held_out, tokens, session.metrics)
         session.beside.note_evaluation(time.perf_counter() - started, last=last)
     log.write(row)
     session.progress.show(
@@ -506,7 +508,7 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
         row |= {"loss_scale": float(result.scale), "skipped": skipped}
         session.skipped += skipped
     if result.rewards is not None:
-        row |= _name_rewards(session, result.rewards, counts[0])
+        row |= name_all_rewards(session, result.rewards, counts[0])
     if looked:
         row |= _tell_waits(session, index)
     return row | {
@@ -549,73 +551,6 @@ def _read_norm(
                 hint="lower `optimizer.learning_rate`, or use `precision: fp32`",
             )
     return norm
-
-
-def _evaluate(
-    session: Session, built: Built, held_out: Sampler, tokens: int
-) -> dict[str, float | bool]:
-    """Mean loss over the first held-out tokens, the same each time; of pairs, rewards too.
-
-    tokens: how many, 0 for all. The standard error is of a mean over micro-batches that differ in
-    their targets (Cochran, Sampling Techniques, 1977, eq. 6.4); unknown from a single one.
-    """
-    sums, counts, rewards = list[float](), list[int](), Rewards()
-    beside = _tokens_a_pair(session, held_out, tokens)
-    session.meter.mark().enter(Phase.EVALUATE)
-    for micro in held_out.all_once(tokens):
-        mine = (0.0, 0.0)
-        if micro.targets or session.ranks.size > 1:  # FSDP2's ranks run together
-            loss, targets = evaluate(built, to_batch(micro, built.device, beside), rewards)
-            mine = float(loss), float(targets)
-        for its_loss, its_targets in session.gather(*mine):
-            if its_targets:
-                sums.append(its_loss)
-                counts.append(int(its_targets))
-    session.compare()
-    count = sum(counts)
-    mean = sum(sums) / count
-    found: dict[str, float | bool] = {
-        "evaluation_loss": mean,
-        "evaluation_targets": count,
-        "evaluation_whole": held_out.reads_all(tokens),
-    }
-    if (many := len(counts)) > 1:
-        off = sum((total - mean * n) ** 2 for total, n in zip(sums, counts, strict=True))
-        found["evaluation_error"] = math.sqrt(off * many / (many - 1)) / count
-    if rewards.sums is not None:
-        named = _name_rewards(session, rewards.sums, count)
-        found |= {f"evaluation_{name}": value for name, value in named.items()}
-    return found
-
-
-def _name_rewards(session: Session, sums: torch.Tensor, count: int) -> dict[str, float]:
-    """Of all ranks' sums, over what they have together; waits for the device."""
-    gathered = [sum(each) for each in zip(*session.gather(*sums.tolist()), strict=True)]
-    name = name_ratings if session.recipe.rates else name_rewards
-    return name(gathered, count)
-
-
-def _tokens_a_pair(session: Session, held_out: Sampler, tokens: int) -> float:
-    """Tokens of a held-out cross-entropy over the pairs beside it: sums of both, divided by the
-    pairs, are then the mean of either."""
-    recipe = session.recipe
-    if not recipe.learns:
-        return 1.0
-    micros = list(held_out.all_once(tokens))
-    own = session.gather(count_targets(recipe, micros), count_beside(recipe, micros))
-    return sum(beside for _, beside in own) / sum(pairs for pairs, _ in own)
-
-
-def _evaluate_rounding(session: Session, built: Built) -> dict[str, float]:
-    """Of weights that will be rounded: held-out losses as they are, and rounded as they are."""
-    if session.held_out is None or not session.recipe.qat:
-        return {}
-    # over the same rows as the last evaluation, which is what both are compared with
-    tokens = session.cadence.evaluate_tokens
-    with unrounded(built.model):
-        plain = _evaluate(session, built, session.held_out, tokens)["evaluation_loss"]
-    rounded = _evaluate(session, built, session.held_out, tokens)["evaluation_loss"]
-    return {"loss_unrounded": plain, "loss_rounded": rounded}
 
 
 def _save(session: Session, built: Built, log: Log, step: int) -> None:

@@ -26,7 +26,8 @@ from memfit.train.data.sampler import Sampler
 from memfit.train.distributed.ranks import Ranks
 from memfit.train.distributed.stragglers import Waiting
 from memfit.train.habits.callbacks import Callbacks
-from memfit.train.habits.stopping import Judged, judge
+from memfit.train.habits.metrics import Metrics
+from memfit.train.habits.stopping import PREFIX, Judged, judge
 from memfit.train.habits.time_left import Due, TimeBeside
 from memfit.train.measure.counters import Meter, time_measurements
 from memfit.train.rl.learn import Learning
@@ -89,7 +90,8 @@ class Session:
     # step and value of each evaluation, where they are compared
     evaluated: list[tuple[int, float]] = field(default_factory=list)
     outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
-    callbacks: Callbacks = field(init=False)  # of other packages
+    callbacks: Callbacks = field(init=False)  # the user's own, or of other packages
+    metrics: Metrics = field(init=False)  # the same
     beside: TimeBeside = field(init=False)
     watcher: Watcher = field(init=False)
     waiting: Waiting = field(init=False)
@@ -238,6 +240,7 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         error = evaluated[-1].get("evaluation_error", 0.0)
         measured = _measured(evaluations[-1][1], unit, held_out)
         found["loss.evaluation"] = replace(measured, spread=error)
+    found |= _measure_metrics(session, evaluated, held_out)
     found |= _measure_rewards(rows, held_out, "answers" if session.recipe.rates else "pairs")
     found |= measure_rollouts(rows, plain)
     if (judged := session.judged).best:
@@ -327,6 +330,19 @@ def _find_fullest(recipe: Recipe, runs: list[Run]) -> int:
         return peaks.index(max(peaks))
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     return fullest_rank(model, recipe.parallel)[0]
+
+
+def _measure_metrics(
+    session: Session, evaluated: list[dict[str, Any]], held_out: str
+) -> dict[str, Measurement]:
+    """What the user's functions made of the last evaluation."""
+    last = evaluated[-1] if evaluated else {}
+    values = {f: last.get(f"{PREFIX}{f}") for f in session.metrics.figures}
+    return {
+        f"metric.{figure}": _measured(value, f"by `{session.metrics.figures[figure]}`", held_out)
+        for figure, value in values.items()
+        if value is not None
+    }
 
 
 def _measure_rewards(

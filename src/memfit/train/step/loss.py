@@ -6,6 +6,7 @@ never holds more than a chunk of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,9 @@ from memfit.records.recipe import Recipe, Regularisation
 
 IGNORE = -100  # a label that is no target
 NONE = Regularisation()
+# given the logits (tokens, vocab) of an evaluation, in the order of its tokens, when their loss is
+# there: what holds less than the loss held meanwhile adds nothing to its peak
+See = Callable[[Tensor], None]
 
 
 def loss_mean(
@@ -28,6 +32,7 @@ def loss_mean(
     target_tokens: int,
     scale: Tensor | None = None,
     cap: float | None = None,
+    see: See | None = None,
 ) -> Tensor:
     """Sum of the losses of this batch's target tokens over `target_tokens`, 0-dim fp32.
 
@@ -42,11 +47,14 @@ def loss_mean(
                 logits, labels.flatten(), target_tokens, scale, cap, recipe.regularisation
             )
             return cast(Tensor, bent)
-        return plain_sum(head, hidden, labels, cap) / target_tokens
-    return chunked_mean(head, hidden, labels, recipe, target_tokens, scale, cap)
+        return plain_sum(head, hidden, labels, cap, see) / target_tokens
+    return chunked_mean(head, hidden, labels, recipe, target_tokens, scale, cap, see)
 
 
-def plain_sum(head: nn.Module, hidden: Tensor, labels: Tensor, cap: float | None = None) -> Tensor:
+def plain_sum(
+    head: nn.Module, hidden: Tensor, labels: Tensor, cap: float | None = None,
+    see: See | None = None,
+) -> Tensor:  # fmt: skip
     """Sum of the losses of all target tokens, 0-dim fp32; saves logits (tokens, vocab)."""
     logits = head(hidden.flatten(0, 1))
     if cap is not None:
@@ -55,6 +63,8 @@ def plain_sum(head: nn.Module, hidden: Tensor, labels: Tensor, cap: float | None
     total = nn.functional.cross_entropy(
         logits, labels.flatten(), ignore_index=IGNORE, reduction="sum"
     )
+    if see is not None:
+        see(logits)
     return local_part(total)  # of logits cut among ranks: the same on all
 
 
@@ -66,6 +76,7 @@ def chunked_mean(
     target_tokens: int,
     scale: Tensor | None = None,
     cap: float | None = None,
+    see: See | None = None,
 ) -> Tensor:
     """The same with at most `recipe.loss_chunk` tokens' logits alive.
 
@@ -80,7 +91,9 @@ def chunked_mean(
     def chunks() -> Tensor:
         if not torch.is_grad_enabled():  # inside the function below it never is
             weight = cast(Tensor, head.weight)
-            return _sum_of_chunks(flat, weight, labels.flatten(), compute, recipe.loss_chunk, cap)
+            return _sum_of_chunks(
+                flat, weight, labels.flatten(), compute, recipe.loss_chunk, cap, see
+            )
         made = _Chunked.apply(  # type: ignore[no-untyped-call]
             flat, head.weight, labels.flatten(), compute, recipe.loss_chunk, target_tokens, scale,
             cap, recipe.regularisation,
@@ -99,6 +112,7 @@ def _sum_of_chunks(
     compute: torch.dtype,
     chunk: int,
     cap: float | None,
+    see: See | None,
 ) -> Tensor:
     """The sum of losses alone, for an evaluation: no gradient is made. See `_Chunked.forward`."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -113,7 +127,10 @@ def _sum_of_chunks(
             total += nn.functional.nll_loss(
                 log_p, labels[here], ignore_index=IGNORE, reduction="sum"
             )
-            del logits, log_p
+            del log_p
+            if see is not None:
+                see(logits)
+            del logits
     return total
 
 

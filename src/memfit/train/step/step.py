@@ -24,7 +24,7 @@ from memfit.train.rl.token_log_probs import TokenLogProbs, token_log_probs
 from memfit.train.rl.values import Aims, value_loss
 from memfit.train.step.build import Built
 from memfit.train.step.in_backward import updating
-from memfit.train.step.loss import IGNORE, loss_mean
+from memfit.train.step.loss import IGNORE, See, loss_mean
 from memfit.train.step.preference import (
     Rewards,
     count_pairs,
@@ -66,6 +66,7 @@ class Batch:
     beside: float = 1.0
     rated: RatedBatch | None = None  # of answers that are desirable or not
     aims: Aims | None = None  # of a value that is learned of sampled answers, in the policy's place
+    see: See | None = None  # of an evaluation: what is given its logits
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -145,7 +146,7 @@ def _run_stages(
     def finish(batch: Batch, hidden: Tensor) -> Tensor:
         telling.enter(Phase.LOSS)
         if not built.recipe.prefers:
-            return _loss(built, hidden, batch.labels, target_tokens, None)
+            return _loss(built, hidden, batch, target_tokens, None)
         return _judge_pairs(built, batch, hidden, target_tokens, rewards)
 
     return _through_stages(built, batches, telling, finish, rewards)
@@ -318,7 +319,7 @@ def _forward(
             return _prefer(built, batch, target_tokens, enter, rewards)
         hidden = _hidden(built, batch)
         enter(Phase.LOSS)
-        return _loss(built, hidden, batch.labels, target_tokens, scale)
+        return _loss(built, hidden, batch, target_tokens, scale)
 
     if built.recipe.parallel.world == 1:
         return work()
@@ -447,13 +448,15 @@ def _hidden(built: Built, batch: Batch, received: Tensor | None = None) -> Tenso
 
 
 def _loss(
-    built: Built, hidden: Tensor, labels: Tensor, target_tokens: int, scale: Tensor | None
+    built: Built, hidden: Tensor, batch: Batch, target_tokens: int, scale: Tensor | None
 ) -> Tensor:
     found = parts(built.model)
     cap, divisor = _bends(found.base)
     if divisor is not None:
         hidden = hidden / divisor
-    return loss_mean(found.head, hidden, labels, built.recipe, target_tokens, scale, cap)
+    return loss_mean(
+        found.head, hidden, batch.labels, built.recipe, target_tokens, scale, cap, batch.see
+    )
 
 
 def _log_probs(built: Built, hidden: Tensor, batch: Batch) -> Tensor:
