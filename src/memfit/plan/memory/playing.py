@@ -104,9 +104,9 @@ def cut_pieces(recording: Recording, setting: Setting, *, first: bool) -> Iterat
     phase = Phase.FIRST_STEP if first else Phase.FORWARD
     orders = setting.stages.order if setting.stages is not None else ()
     for number, ((start, stop), marks) in enumerate(zip(edges, recording.passes, strict=True)):
-        if setting.next_step and (number == 0) is not first:
+        if setting.micro_batches == "of_two_steps" and (number == 0) is not first:
             continue
-        if not first and not setting.next_step and _is_later(number, orders):
+        if not first and setting.micro_batches != "of_two_steps" and _is_later(number, orders):
             phase = Phase.ACCUMULATE
         yield Part(start, stop, marks, phase, recording.product)
 

@@ -58,7 +58,18 @@ from memfit.plan.simulate.sampled.rollout import (
     record_rollout,
 )
 from memfit.plan.simulate.segments import Level, Passes, Segment, cut, expand
-from memfit.plan.simulate.setting import Answering, Batch, Repeat, Row, Run, Setting
+from memfit.plan.simulate.setting import (
+    Answering,
+    Attention,
+    Batch,
+    Loss,
+    MicroBatches,
+    Precision,
+    Repeat,
+    Row,
+    Run,
+    Setting,
+)
 from memfit.plan.simulate.shared_products import SharedProducts
 from memfit.plan.simulate.stages import find_stages, fullest_places, held_blocks
 from memfit.plan.simulate.updates import around_micro_batches, hold
@@ -232,35 +243,46 @@ def describe(
         architecture=replace(model.architecture, layers=0, vocab=model.architecture.vocab // tp),
         outside=outside,
         runs=shorten(runs) if shortened else runs,
-        kernel=recipe.attention,
-        autocast=recipe.autocast and recipe.parallel.world == 1,
-        compute=recipe.compute_dtype,
-        scaled=recipe.scaled,
-        chunk=recipe.loss_chunk if recipe.loss == "chunked" and has_loss else 0,
+        attention=Attention(
+            kernel=recipe.attention,
+            ring=Ring(parallel.cp, parallel.place(rank)) if parallel.cp > 1 else None,
+        ),
+        precision=Precision(
+            autocast=recipe.autocast and recipe.parallel.world == 1,
+            compute=recipe.compute_dtype,
+            scaled=recipe.scaled,
+            narrow=recipe.precision == "fp8-mixed",
+            qat=recipe.qat,
+            quantised=Quantised.of(recipe),
+        ),
+        loss=Loss(
+            chunk=recipe.loss_chunk if recipe.loss == "chunked" and has_loss else 0,
+            rows="pairs" if recipe.prefers else "rated" if recipe.rates else "",
+            mismatches=recipe.mismatches,
+            learns=recipe.learns,
+            precomputed=recipe.preference.reference == "precomputed",
+            answers=describe_answers(recipe),
+            references=recipe.references,
+        ),
         cuda=cuda,
         grid=find_grid(device),
         adapter_dropout=recipe.lora.dropout > 0,
         lean=keep_as_lean(model.architecture, recipe),
-        qat=recipe.qat,
         regularisation=recipe.regularisation,
-        accumulates=recipe.accumulation > 1,
-        narrow=recipe.precision == "fp8-mixed",
-        next_step=recipe.optimizer.in_backward,
+        micro_batches=find_micro_batches(recipe),
         in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
-        quantised=Quantised.of(recipe),
-        prefers=recipe.prefers,
-        rates=recipe.rates,
-        mismatches=recipe.mismatches,
-        learns=recipe.learns,
-        precomputed=recipe.preference.reference == "precomputed",
-        answers=describe_answers(recipe),
         sharding=find_sharding(recipe, rank),
         stages=stages,
         program=SharedProducts(tp=tp) if tp > 1 else None,
-        references=recipe.references,
-        ring=Ring(parallel.cp, parallel.place(rank)) if parallel.cp > 1 else None,
     )
     return setting, repeats(runs)
+
+
+def find_micro_batches(recipe: Recipe) -> MicroBatches:
+    """How many micro-batches are simulated, and whether they are of one step."""
+    if recipe.optimizer.in_backward:
+        return "of_two_steps"
+    return "of_one_step" if recipe.accumulation > 1 else "one"
 
 
 def describe_answers(recipe: Recipe) -> Answering | None:
@@ -325,7 +347,7 @@ class Outline:
 
     def scoring(self, recipe: Recipe, phase: Phase) -> Passes:
         """A forward that scores the tokens of a micro-batch."""
-        setting = replace(without_history(self.setting), scores=SCORES[phase])
+        setting = without_history(self.setting).scoring(SCORES[phase])
         return self._ask(find_answers(setting), recipe)[0]
 
     def _ask(self, answers: Answers, recipe: Recipe) -> list[Passes]:
@@ -364,10 +386,8 @@ def without_history(setting: Setting) -> Setting:
         outside=frozen(setting.outside),
         runs=runs,
         adapter_dropout=False,
-        accumulates=False,  # after each of them the trainer frees what is gathered
-        next_step=False,
         in_backward=None,
-        evaluates=True,
+        micro_batches="evaluated",  # after each of them the trainer frees what is gathered
         stages=None if setting.stages is None else setting.stages.evaluating(),
     )
 

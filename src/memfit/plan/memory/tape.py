@@ -157,7 +157,8 @@ def _of_calls(setting: Setting) -> Setting:
     setting = without_history(setting)
     alike = groupby(block for run in setting.runs for block in run.cycle * run.count)
     runs = tuple(Run(cycle=(block,), count=len(list(same))) for block, same in alike)
-    return replace(setting, answers=None, chunk=0, runs=runs)
+    loss = replace(setting.loss, answers=None, chunk=0)
+    return replace(setting, loss=loss, runs=runs)
 
 
 def write_tape(model: Model, recipe: Recipe, device: Device) -> Tape:
@@ -371,7 +372,7 @@ class _Writer:
         self.drop(cache)
         for phase in scored_phases(recipe):
             self.enter(phase)
-            setting = replace(without_history(self.setting), scores=SCORES[phase])
+            setting = without_history(self.setting).scoring(SCORES[phase])
             recording = _record(setting, batch)
             for _ in range(min(2, recipe.accumulation)):
                 self._play_alone(recording.meter, [slice(0, recording.stop)])

@@ -171,11 +171,12 @@ class Simulation:
     def __init__(self, setting: Setting, batch: Batch, unrolled: bool) -> None:
         self.setting, self.batch = setting, batch
         a = setting.architecture
-        self.program = setting.program or OwnProgram(family=a.family, chunk=setting.chunk)
+        self.program = setting.program or OwnProgram(family=a.family, chunk=setting.loss.chunk)
         self.meter = Meter(
             grid=setting.grid,
             cuda=setting.cuda,
-            autocast=setting.autocast, low=setting.compute, vocab=a.vocab, unrolled=unrolled,
+            autocast=setting.precision.autocast, low=setting.precision.compute,
+            vocab=a.vocab, unrolled=unrolled,
         )  # fmt: skip
         self.loop: dict[str, list[Tensor]] = {}
         updates: Callable[[Tensor], None] | None = None
@@ -193,13 +194,13 @@ class Simulation:
         for run in setting.runs:
             for block in run.cycle * run.count:
                 self.blocks.append((self._block(block.rows), block))
-        bare = setting.references > 0 or setting.scores == "reference"
+        bare = setting.loss.references > 0 or setting.loss.scores == "reference"
         self.base = [
             (self._reference(w), replace(b, recomputed=False, reentrant=False, offloads=False))
             for w, b in self.blocks
             if bare
         ]
-        valued = setting.answers is not None and setting.answers.values
+        valued = setting.loss.answers is not None and setting.loss.answers.values
         self.valued = [(of_value(w), b) for w, b in self.blocks if valued]
         self.without_gradient = [
             (
@@ -207,7 +208,7 @@ class Simulation:
                 replace(b, recomputed=False, reentrant=False, offloads=False),
             )
             for w, b in self.blocks
-            if setting.mismatches
+            if setting.loss.mismatches
         ]
         self.scale = meta.parameter(self.meter, (), "float32", trainable=False)
         self.first_product = 0
@@ -229,7 +230,7 @@ class Simulation:
 
     def _reference(self, weights: Weights) -> Weights:
         """The base alone; a second model's weights are seen as of its dtype, and counted apart."""
-        base, second = base_alone(weights), self.setting.second
+        base, second = base_alone(weights), self.setting.loss.second
         if not second:
             return base
         return {name: w.viewed(w.shape, w.strides, second) for name, w in base.items()}
@@ -260,17 +261,16 @@ class Simulation:
             return self._recording(passes)
         setting = self.setting
         if self.units is not None:
-            self.units.defer(first_of_many=setting.accumulates)
+            self.units.defer(first_of_many=setting.micro_batches == "of_one_step")
         first = self._micro_batch()
         if self.units is not None:
             self.units.defer(first_of_many=False)
-        for weights in (self.outside, *(w for w, _ in self.blocks)) if setting.next_step else ():
-            for weight in weights.values():
-                weight.grad = None
-        if setting.next_step:
+        if setting.micro_batches == "of_two_steps":
+            for weights in (self.outside, *(w for w, _ in self.blocks)):
+                for weight in weights.values():
+                    weight.grad = None
             self.rewards = None  # another step's
-        repeats = setting.accumulates or setting.next_step
-        later = self._micro_batch(leaves=not self.valued) if repeats else None
+        later = self._micro_batch(leaves=not self.valued) if setting.repeats else None
         passes = [first, *([later] if later else [])]
         if self.valued and not setting.evaluates:
             passes += [self._micro_batch(of_values=True, leaves=False) for _ in list(passes)]
@@ -312,25 +312,25 @@ class Simulation:
         shape = (batch.rows, batch.tokens)
         input_ids = meta.empty(meter, shape, "int64", Kind.INPUT)
         labels = meta.empty(meter, shape, "int64", Kind.INPUT)
-        ring, position_ids = self.setting.ring, None
+        ring, position_ids = self.setting.attention.ring, None
         if ring is not None:
             position_ids = meta.empty(meter, (1, batch.tokens), "int64", Kind.INPUT)
         elif batch.documents is not None:
             position_ids = meta.empty(meter, shape, "int64", Kind.INPUT)
         reference: Tensor | None = None
-        if self.setting.precomputed:
+        if self.setting.loss.precomputed:
             reference = meta.empty(meter, (batch.rows,), "float32", Kind.INPUT)
         context: Tensor | None = None
-        if self.setting.learns == "conversations":
+        if self.setting.loss.learns == "conversations":
             context = meta.empty(meter, shape, "int64", Kind.INPUT)
-        rated = self._make_rated(shape) if self.setting.rates else None
+        rated = self._make_rated(shape) if self.setting.loss.rows == "rated" else None
         answers = self._make_aims(shape) if of_values else self._make_answers(shape)
         return Inputs(input_ids, labels, position_ids, reference, context, rated, answers)
 
     def _make_answers(self, shape: tuple[int, int]) -> tuple[Tensor, ...]:
         """Which tokens count, advantages, and log-probabilities of before."""
-        answers = self.setting.answers
-        if answers is None or self.setting.scores:
+        answers = self.setting.loss.answers
+        if answers is None or self.setting.loss.scores:
             return ()
         gains = shape if answers.values else shape[:1]
         shapes = [shape, gains, *[shape] * (answers.old + answers.reference)]
@@ -343,23 +343,24 @@ class Simulation:
     def _make_rated(self, shape: tuple[int, int]) -> Rated:
         meter, rows = self.meter, shape[:1]
         desirable = meta.empty(meter, rows, "bool", Kind.INPUT)
-        if not self.setting.mismatches:
+        if not self.setting.loss.mismatches:
             return Rated(desirable)
         input_ids, labels = (meta.empty(meter, shape, "int64", Kind.INPUT) for _ in range(2))
         reference: Tensor | None = None
-        if self.setting.precomputed:
+        if self.setting.loss.precomputed:
             reference = meta.empty(meter, rows, "float32", Kind.INPUT)
         return Rated(desirable, input_ids, labels, reference)
 
     def make_forward(self, inputs: Inputs) -> tuple[Forward, Tensor]:
         """What every part of a micro-batch's forward needs to know, and its labels."""
+        setting, precision = self.setting, self.setting.precision
         forward = Forward(
-            architecture=self.setting.architecture, meter=self.meter, kernel=self.setting.kernel,
+            architecture=setting.architecture, meter=self.meter, kernel=setting.attention.kernel,
             input_ids=inputs.input_ids, position_ids=inputs.position_ids,
-            documents=self.batch.documents, adapter_dropout=self.setting.adapter_dropout,
-            narrow=self.setting.narrow, qat=self.setting.qat, lean=self.setting.lean,
-            regularisation=NONE if self.setting.evaluates else self.setting.regularisation,
-            loop=self.loop, quantised=self.setting.quantised, ring=self.setting.ring,
+            documents=self.batch.documents, adapter_dropout=setting.adapter_dropout,
+            narrow=precision.narrow, qat=precision.qat, lean=setting.lean,
+            regularisation=NONE if setting.evaluates else setting.regularisation,
+            loop=self.loop, quantised=precision.quantised, ring=setting.attention.ring,
         )  # fmt: skip
         return forward, inputs.labels
 
@@ -374,15 +375,15 @@ class Simulation:
         boundaries: list[int] = []
         if self.units is not None:
             forward = self.units.begin(forward)
-        meter.casts = {} if self.setting.caches else None
-        with meter.with_autocast(self.setting.autocast):
-            if self.setting.scores:
-                score_tokens(self, forward, labels, of=self.setting.scores)
+        meter.casts = {} if self.setting.precision.caches else None
+        with meter.with_autocast(self.setting.precision.autocast):
+            if self.setting.loss.scores:
+                score_tokens(self, forward, labels, of=self.setting.loss.scores)
                 self.mark("end", "")
                 return self.marks
             if of_values:
                 loss, sums = learn_values(self, forward, boundaries)
-            elif self.setting.answers is not None:
+            elif self.setting.loss.answers is not None:
                 loss, sums = reinforce(self, forward, labels, boundaries)
             else:
                 loss, sums = self._learn(forward, inputs, boundaries)
@@ -399,7 +400,7 @@ class Simulation:
             self.rewards = self.rewards or sums  # those of later ones are added to the first's
         sums = None
         self.mark("head", "loss")
-        product = meta.mul(loss, self.scale) if self.setting.scaled else loss
+        product = meta.mul(loss, self.scale) if self.setting.precision.scaled else loss
         meter.on_product = self.product_begins
         with meter.with_autocast(False):
             meta.backward(product, self.watch(boundaries))
@@ -416,11 +417,11 @@ class Simulation:
         self, forward: Forward, inputs: Inputs, boundaries: list[int]
     ) -> tuple[Tensor, Tensor | None]:
         """The loss of an objective whose data has the answers, and sums where it compares them."""
-        if self.setting.compares is not None:
-            return self._compare(self.setting.compares, forward, boundaries), None
+        if self.setting.loss.compares is not None:
+            return self._compare(self.setting.loss.compares, forward, boundaries), None
         if inputs.rated is not None:
             return self._rate(forward, inputs, inputs.rated, boundaries)
-        if self.setting.prefers:
+        if self.setting.loss.rows == "pairs":
             return self._prefer(forward, inputs, boundaries)
         hidden = _backbone(
             self._with_attention(forward), self, self.outside, self.blocks, boundaries
@@ -451,8 +452,8 @@ class Simulation:
         inputs: the reference's log-probabilities where they come with the batch; None where they
         do not, or where no reference is compared with.
         """
-        chunk, labels, reference = self.setting.chunk, inputs.labels, inputs.reference
-        if self.setting.references:
+        chunk, labels, reference = self.setting.loss.chunk, inputs.labels, inputs.reference
+        if self.setting.loss.references:
             outside = self._reference(self.outside)
             plain = replace(forward, adapter_dropout=False)
             hidden = _backbone(self._with_attention(plain), self, outside, self.base, [])
@@ -468,7 +469,7 @@ class Simulation:
         self.mark("loss", "loss")
         policy = self._find_policy(forward, inputs, hidden)
         del hidden
-        found = judge(policy, labels, RESULTS + bool(self.setting.learns))
+        found = judge(policy, labels, RESULTS + bool(self.setting.loss.learns))
         del reference
         return found
 
@@ -477,7 +478,7 @@ class Simulation:
         if self.setting.architecture.scores:
             return row_scores(forward, self.outside, hidden, inputs.labels)
         return row_log_probs(
-            forward, self.outside, hidden, inputs.labels, self.setting.chunk, inputs.context,
+            forward, self.outside, hidden, inputs.labels, self.setting.loss.chunk, inputs.context,
             cut=self._cuts_vocabulary,
         )  # fmt: skip
 
@@ -490,7 +491,7 @@ class Simulation:
         """The loss of pairs whose reference, if any, comes with the batch."""
         policy = self._find_policy(forward, inputs, hidden)
         del hidden
-        loss, sums = judge(policy, inputs.labels, RESULTS + bool(self.setting.learns))
+        loss, sums = judge(policy, inputs.labels, RESULTS + bool(self.setting.loss.learns))
         if not self.setting.evaluates:
             self.rewards = self.rewards or sums
         return loss
@@ -498,8 +499,8 @@ class Simulation:
     def end_stages(self) -> None:
         """Ranks without the last stage have sums of no pair."""
         setting = self.setting
-        if setting.prefers and not setting.evaluates and self.rewards is None:
-            figures = (RESULTS + bool(setting.learns),)
+        if setting.loss.rows == "pairs" and not setting.evaluates and self.rewards is None:
+            figures = (RESULTS + bool(setting.loss.learns),)
             self.rewards = meta.empty(self.meter, figures, "float32")
 
     def _rate(
@@ -511,7 +512,7 @@ class Simulation:
         others = None
         if rated.input_ids is not None:
             others = replace(plain, input_ids=rated.input_ids)
-        if self.setting.references:
+        if self.setting.loss.references:
             outside = self._reference(self.outside)
             reference = self._score(plain, outside, self.base, labels)
             if others is not None:
@@ -529,7 +530,7 @@ class Simulation:
             self._with_attention(forward), self, self.outside, self.blocks, boundaries
         )
         self.mark("loss", "loss")
-        policy = row_log_probs(forward, self.outside, hidden, labels, self.setting.chunk)
+        policy = row_log_probs(forward, self.outside, hidden, labels, self.setting.loss.chunk)
         del hidden
         found = judge(policy, labels, RATINGS + (baseline is not None))
         del reference, baseline
@@ -543,14 +544,14 @@ class Simulation:
         self.mark("embedding", "embedding")
         hidden = _backbone(self._with_attention(forward), self, outside, blocks, [])
         self.mark("reference", "loss")
-        return row_log_probs(forward, outside, hidden, labels, self.setting.chunk)
+        return row_log_probs(forward, outside, hidden, labels, self.setting.loss.chunk)
 
     def _compare(self, program: Comparing, forward: Forward, boundaries: list[int]) -> Tensor:
         """As other trainers: the policy, then the reference beside its logits; the loss."""
 
         def refer() -> list[Tensor]:
             outside = self._reference(self.outside)
-            if self.setting.second:
+            if self.setting.loss.second:
                 self.meter.casts, self.meter.casts_frozen = {}, True
             hidden = _backbone(self._with_attention(forward), self, outside, self.base, [])
             self.mark("reference", "loss")
@@ -567,7 +568,7 @@ class Simulation:
         del hidden
         self._forget_casts(self.blocks, "loss")
         outputs = program.returned(outputs)
-        return program.compare(outputs, refer if self.setting.references else None)
+        return program.compare(outputs, refer if self.setting.loss.references else None)
 
     def _forget_casts(self, blocks: list[tuple[Weights, Block]], then: str) -> None:
         """Autocast keeps its casts of trained weights until a forward has ended; a second model's
@@ -593,22 +594,24 @@ class Simulation:
         if sharding is not None and sharding.tp > 1 and forward.position_ids is None:
             counted = meta.empty(self.meter, (tokens,), "int64")
             forward = replace(forward, position_ids=meta.unsqueeze(counted, 0))
-        if self.setting.masking is not None:
+        if self.setting.attention.masking is not None:
             shape = (forward.batch, tokens)
-            masks = make_masks(self.setting.masking, a, self.meter, shape, self._embedded())
+            masks = make_masks(
+                self.setting.attention.masking, a, self.meter, shape, self._embedded()
+            )
             return replace(forward, masks=masks)
         if forward.kernel == "varlen":
             starts = meta.make_starts(forward.input_ids, forward.documents)
             return replace(forward, starts=starts)
         if not a.banded(tokens):
             return forward
-        band = meta.make_band(forward.input_ids, tokens, self.setting.compute)
+        band = meta.make_band(forward.input_ids, tokens, self.setting.precision.compute)
         return replace(forward, band=band)
 
     def _embedded(self) -> str:
         """The dtype of what the token embedding returns."""
         if self.units is not None:
-            return self.setting.compute
+            return self.setting.precision.compute
         return next(row.dtype for row in self.setting.outside if row.part == "embedding")
 
     def run_blocks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -101,45 +101,80 @@ class Batch(Record, frozen=True, kw_only=True):
     documents: Documents | None
 
 
+class Precision(Record, frozen=True, kw_only=True):
+    """In which formats a step computes."""
+
+    autocast: bool
+    compute: str  # dtype of matrix products
+    caches: bool = False  # whether autocast keeps the casts of weights until a forward has ended
+    scaled: bool  # whether the loss is multiplied by a scale before its backward
+    narrow: bool = False  # products of blocks in FP8
+    qat: str = ""
+    quantised: Quantised = Quantised()  # products with quantised weights, of memfit's own step
+
+
+class Attention(Record, frozen=True, kw_only=True):
+    """By which kernel tokens attend, to those of which ranks, and under which masks."""
+
+    kernel: str
+    ring: Ring | None = None  # with which ranks attention is to whole rows
+    masking: Masking | None = None  # of Hugging Face's own attention; None is memfit's
+
+
+class Loss(Record, frozen=True, kw_only=True):
+    """What a micro-batch's loss is made of, and what comes with its rows."""
+
+    chunk: int  # tokens per chunk of the loss; 0 = plain
+    # pairs: their log-probabilities are compared; rated: answers are desirable or not, each alone
+    rows: Literal["", "pairs", "rated"] = ""
+    mismatches: bool = False  # answers to other prompts are scored beside rated ones
+    learns: str = ""  # of which tokens of preferred rows a cross-entropy is added, see `Objective`
+    precomputed: bool = False  # the reference's log-probabilities come with the batch
+    answers: Answering | None = None  # rows are sampled answers, which rewards judge
+    scores: str = ""  # numbers of tokens alone: of the `policy`, the `reference` or the `value`
+    references: int = 0  # forwards of the base model alone before each micro-batch's own
+    compares: Comparing | None = None  # another framework's loss of pairs; its policy comes first
+    second: str = ""  # the dtype of a second model's weights, where that is the reference
+
+
+# which are simulated: one without its backward, of which nothing is saved; the first of a step
+# alone, or with a later one; or those of two steps, with no gradient left between them
+MicroBatches = Literal["evaluated", "one", "of_one_step", "of_two_steps"]
+
+
 class Setting(Record, frozen=True, kw_only=True):
     """All that a micro-batch's segments depend on beside its shape."""
 
     architecture: Architecture
     outside: tuple[Row, ...]
     runs: tuple[Run, ...]  # counts as simulated
-    kernel: str
-    autocast: bool
-    compute: str  # dtype of matrix products
-    scaled: bool  # whether the loss is multiplied by a scale before its backward
-    chunk: int  # tokens per chunk of the loss; 0 = plain
+    attention: Attention
+    precision: Precision
+    loss: Loss
     cuda: bool
     grid: Grid | None  # see `Meter.grid`
     adapter_dropout: bool
     regularisation: Regularisation = Regularisation()
-    qat: str = ""
     lean: tuple[str, ...] = ()
-    narrow: bool = False  # products of blocks in FP8
-    accumulates: bool  # whether there is a later micro-batch
-    evaluates: bool = False  # a forward and its loss alone, of which nothing is kept
-    next_step: bool = False  # whether the later micro-batch is of the next step, without gradients
+    micro_batches: MicroBatches
     in_backward: Optimizer | None = None  # updates each weight as soon as its gradient is there
     program: Program | None = None  # of another framework's step; None is memfit's own
-    quantised: Quantised = Quantised()  # products with quantised weights, of memfit's own
-    prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
-    rates: bool = False  # rows are answers that are desirable or not, each by itself
-    mismatches: bool = False  # answers to other prompts are scored beside them
-    learns: str = ""  # of which tokens of preferred rows a cross-entropy is added, see `Objective`
-    precomputed: bool = False  # the reference's log-probabilities come with the batch
-    answers: Answering | None = None  # rows are sampled answers, which rewards judge
-    scores: str = ""  # numbers of tokens alone: of the `policy`, the `reference` or the `value`
     sharding: Sharding | None = None  # of one rank of many
     stages: Stages | None = None  # of a rank that holds a part of the blocks
-    references: int = 0  # forwards of the base model alone before each micro-batch's own
-    compares: Comparing | None = None  # another framework's loss of pairs; its policy comes first
-    caches: bool = False  # whether autocast keeps the casts of weights until a forward has ended
-    second: str = ""  # the dtype of a second model's weights, where that is the reference
-    ring: Ring | None = None  # with which ranks attention is to whole rows
-    masking: Masking | None = None  # of Hugging Face's own attention; None is memfit's
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether a forward and its loss run alone, of which nothing is saved."""
+        return self.micro_batches == "evaluated"
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a second micro-batch is simulated."""
+        return self.micro_batches in ("of_one_step", "of_two_steps")
+
+    def scoring(self, of: str) -> Setting:
+        """The same step, whose loss makes one number of each token; `of`: see `Loss.scores`."""
+        return replace(self, loss=replace(self.loss, scores=of))
 
 
 class Rated(NamedTuple):

@@ -214,7 +214,7 @@ class _Run:
             left = simulation.run_blocks(forward, boundaries, blocks, entered, self._is_last(stage))
             if self._is_last(stage):
                 simulation.mark("loss", "loss")
-                if simulation.setting.prefers:
+                if simulation.setting.loss.rows == "pairs":
                     left = simulation.judge_pairs(forward, inputs, left)
                 else:
                     left = simulation.program.loss(forward, simulation.outside, left, labels)

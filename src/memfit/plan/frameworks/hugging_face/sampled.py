@@ -180,7 +180,8 @@ class Rollout(NamedTuple):
         generation, dtype = describe_generation(self.job.recipe), self.key_dtype
         setting = self.setting
         if not _samples_mixed(self.job.recipe):
-            setting = replace(setting, autocast=False, caches=False)
+            wide = replace(setting.precision, autocast=False, caches=False)
+            setting = replace(setting, precision=wide)
         passes = _generate(setting, generation, dtype)
         level.add({(Kind.INPUT, ROLLOUT): OF_ROWS * self._row_bytes})
         self._run(level, Phase.PREFILL, passes[0])
@@ -260,7 +261,8 @@ def _without_history(setting: Setting) -> Setting:
         replace(run, cycle=tuple(replace(b, recomputed=False, reentrant=False) for b in run.cycle))
         for run in setting.runs
     )
-    return replace(setting, runs=runs, references=1, accumulates=False, compares=None)
+    loss = replace(setting.loss, references=1, compares=None)
+    return replace(setting, runs=runs, loss=loss, micro_batches="one")
 
 
 def check_rollouts(job: Job) -> None:

@@ -31,7 +31,7 @@ from memfit.plan.simulate.blocks import (
 from memfit.plan.simulate.closed_form import Answers, find_answers
 from memfit.plan.simulate.program import Comparing, Program
 from memfit.plan.simulate.segments import Level, Passes, Segment, expand
-from memfit.plan.simulate.setting import Batch, Repeat, Setting
+from memfit.plan.simulate.setting import Attention, Batch, Loss, Precision, Repeat, Setting
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.model import DTYPE_BYTES, Model
@@ -126,23 +126,27 @@ def _describe(
         architecture=msgspec.structs.replace(model.architecture, layers=0),
         outside=outside,
         runs=shorten(runs),
-        kernel=kernel,
-        autocast=recipe.autocast and (sharding is None or sharding.flat),
-        compute=recipe.compute_dtype,
-        scaled=recipe.scaled,
-        chunk=recipe.loss_chunk,
+        attention=Attention(kernel=kernel, masking=masking),
+        precision=Precision(
+            autocast=recipe.autocast and (sharding is None or sharding.flat),
+            compute=recipe.compute_dtype,
+            caches=caches and recipe.autocast,
+            scaled=recipe.scaled,
+        ),
+        loss=Loss(
+            chunk=recipe.loss_chunk,
+            references=recipe.references if compares is not None else 0,
+            compares=compares,
+            second=second,
+        ),
         cuda=not device.is_cpu,
         grid=find_grid(device),
         adapter_dropout=recipe.lora.dropout > 0,
-        accumulates=recipe.accumulation > 1,
-        next_step=two_steps and recipe.accumulation == 1,
+        micro_batches=(
+            "of_one_step" if recipe.accumulation > 1 else "of_two_steps" if two_steps else "one"
+        ),
         program=program,
         sharding=sharding,
-        compares=compares,
-        references=recipe.references if compares is not None else 0,
-        second=second,
-        caches=caches and recipe.autocast,
-        masking=masking,
     )
     return find_answers(setting), repeats(runs)
 

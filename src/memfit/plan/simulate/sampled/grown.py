@@ -118,10 +118,10 @@ class _Calls:
         now = Grown(meter, before, self._leave(before))
         simulation.mark("embedding", "embedding")
         chances = self._chances(rows) if before else []
-        meter.casts = {} if setting.caches else None
+        meter.casts = {} if setting.precision.caches else None
         ids = meta.empty(meter, (rows, tokens), "int64")
         places = meta.empty(meter, (rows, tokens), "int64")
-        with meter.with_autocast(setting.autocast):
+        with meter.with_autocast(setting.precision.autocast):
             forward = self._forward(ids, places, now, before)
             hidden = simulation.find_hidden(forward, [])
             simulation.mark("loss", OWNER)
@@ -140,17 +140,19 @@ class _Calls:
     def _forward(self, ids: Tensor, places: Tensor, now: Grown, before: int) -> Forward:
         setting, simulation = self.setting, self.simulation
         masks = None
-        if setting.masking is not None:
-            masking = replace(setting.masking, padded=self.generation.padded, laid_out=False)
+        if setting.attention.masking is not None:
+            masking = replace(
+                setting.attention.masking, padded=self.generation.padded, laid_out=False
+            )
             masks = make_masks(
                 masking, setting.architecture, self.meter, (ids.shape[0], ids.shape[1]),
                 simulation._embedded(), before=before,
             )  # fmt: skip
         return Forward(
-            architecture=setting.architecture, meter=self.meter, kernel=setting.kernel,
+            architecture=setting.architecture, meter=self.meter, kernel=setting.attention.kernel,
             input_ids=ids, position_ids=places, documents=None,
-            adapter_dropout=setting.adapter_dropout, quantised=setting.quantised, slots=now,
-            masks=masks,
+            adapter_dropout=setting.adapter_dropout, quantised=setting.precision.quantised,
+            slots=now, masks=masks,
         )  # fmt: skip
 
     def _chances(self, rows: int) -> list[Tensor]:
@@ -241,11 +243,11 @@ def _score(simulation: Simulation, answered: int, of: str) -> None:
     simulation.mark("embedding", "embedding")
     labels = meta.empty(meter, (batch.rows, batch.tokens), "int64")
     program: Generating = simulation.program  # type: ignore[assignment]
-    meter.casts = {} if setting.caches else None
+    meter.casts = {} if setting.precision.caches else None
     outside, blocks = simulation.outside, simulation.blocks
-    with meter.with_autocast(setting.autocast):
+    with meter.with_autocast(setting.precision.autocast):
         if of == "reference":
-            blocks, meter.casts_frozen = simulation.base, bool(setting.second)
+            blocks, meter.casts_frozen = simulation.base, bool(setting.loss.second)
             outside, hidden = simulation.find_reference(forward)
         else:
             hidden = simulation.find_hidden(forward, [])

@@ -127,9 +127,10 @@ class _Calls:
     def _forward(self, ids: Tensor, places: Tensor | None, now: Prefill | Decode) -> Forward:
         setting = self.setting
         return Forward(
-            architecture=setting.architecture, meter=self.meter, kernel=setting.kernel,
-            input_ids=ids, position_ids=places, documents=None, narrow=setting.narrow,
-            qat=setting.qat, lean=setting.lean, quantised=setting.quantised, slots=now,
+            architecture=setting.architecture, meter=self.meter, kernel=setting.attention.kernel,
+            input_ids=ids, position_ids=places, documents=None, narrow=setting.precision.narrow,
+            qat=setting.precision.qat, lean=setting.lean,
+            quantised=setting.precision.quantised, slots=now,
         )  # fmt: skip
 
     def _prefill(self, admission: Admission) -> None:
@@ -140,7 +141,7 @@ class _Calls:
             meter, admission.prompts, slots.prompt, admission.answers, slots.tokens, self.dtype
         )
         ids = meta.empty(meter, (admission.prompts, slots.prompt), "int64")
-        with meter.with_autocast(self.setting.autocast):
+        with meter.with_autocast(self.setting.precision.autocast):
             forward = self._forward(ids, None, now)
             hidden = simulation.find_hidden(forward, [])
             simulation.mark("loss", OWNER)
@@ -156,7 +157,7 @@ class _Calls:
     def _keep_logits(self) -> Tensor:
         """(1, vocab), after the prompt of the spare row."""
         setting = self.setting
-        dtype = setting.compute if setting.autocast else self.dtype
+        dtype = setting.precision.compute if setting.precision.autocast else self.dtype
         return meta.empty(self.meter, (1, setting.architecture.vocab), dtype)
 
     def _only_last(self, forward: Forward, hidden: Tensor) -> Tensor:
@@ -178,7 +179,7 @@ class _Calls:
         after = self._keep_logits() if slots.group > 1 else None
         now = Decode(meter, rows, columns, slots.tokens, self.dtype, uneven=slots.reach > 1)
         ids = meta.empty(meter, (rows, 1), "int64")
-        with meter.with_autocast(self.setting.autocast):
+        with meter.with_autocast(self.setting.precision.autocast):
             forward = self._forward(ids, meta.unsqueeze(now.positions, 1), now)
             hidden = simulation.find_hidden(forward, [])
             simulation.mark("loss", OWNER)

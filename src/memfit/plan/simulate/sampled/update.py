@@ -39,7 +39,7 @@ def reinforce(
     hidden = simulation.find_hidden(forward, boundaries)
     simulation.mark("loss", "loss")
     scored = token_log_probs(
-        forward, simulation.outside, hidden, labels, setting.chunk, heated=_is_heated(setting)
+        forward, simulation.outside, hidden, labels, setting.loss.chunk, heated=_is_heated(setting)
     )
     del hidden
     loss, sums = policy_loss(scored.log_probs)
@@ -79,8 +79,8 @@ def score_tokens(simulation: Simulated, forward: Forward, labels: Tensor, *, of:
         made.append(simulation.find_hidden(forward, []))
     simulation.mark("loss", "loss")
     heated = _is_heated(setting)
-    token_log_probs(forward, outside, made.pop(), labels, setting.chunk, heated=heated)
+    token_log_probs(forward, outside, made.pop(), labels, setting.loss.chunk, heated=heated)
 
 
 def _is_heated(setting: Setting) -> bool:
-    return setting.answers is not None and setting.answers.heated
+    return setting.loss.answers is not None and setting.loss.answers.heated
