@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,19 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 LAST = 10  # rollouts whose mean reward is what was learned
 
 
-def learn(objective: str, seed: int, folder: Path, *, steps: int | None = None) -> dict[str, Any]:
-    """Write the recipe's data, train once by the typed command, and read its log."""
+def learn(
+    objective: str,
+    seed: int,
+    folder: Path,
+    *,
+    steps: int | None = None,
+    train: Callable[[Path], None] | None = None,
+) -> dict[str, Any]:
+    """Write the recipe's data, train once by the typed command, and read its log.
+
+    train: what trains `request.yaml` of a folder into its `run`, instead of a process of its own.
+    """
+    train = train or _train_alone
     text = RECIPE.read_text()
     found = re.search(r'python -c "(.*)" > prompts.jsonl', text)
     assert found is not None
@@ -57,6 +69,16 @@ def learn(objective: str, seed: int, folder: Path, *, steps: int | None = None) 
     request["task"] |= {"objective": objective} | ({} if steps is None else {"steps": steps})
     write_atomically(folder / "request.yaml", yaml.safe_dump(request).encode())
     start = _cpu_seconds()
+    train(folder)
+    log = map(json.loads, (folder / "run" / "log.jsonl").read_text().splitlines())
+    rewards = [line["reward"] for line in log if "reward" in line]
+    return {
+        "objective": objective, "seed": seed, "steps": len(rewards), "before": rewards[0],
+        "after": statistics.mean(rewards[-LAST:]), "cpu_seconds": _cpu_seconds() - start,
+    }  # fmt: skip
+
+
+def _train_alone(folder: Path) -> None:
     command = [sys.executable, "-m", "memfit", "train", "request.yaml", "--folder", "run"]
     told = subprocess.run(
         [*command, "--quiet"], cwd=folder, capture_output=True, text=True, check=False,
@@ -64,12 +86,6 @@ def learn(objective: str, seed: int, folder: Path, *, steps: int | None = None) 
     )  # fmt: skip
     if told.returncode:
         raise SystemExit(f"{' '.join(command)} exits with {told.returncode}:\n{told.stderr}")
-    log = map(json.loads, (folder / "run" / "log.jsonl").read_text().splitlines())
-    rewards = [line["reward"] for line in log if "reward" in line]
-    return {
-        "objective": objective, "seed": seed, "steps": len(rewards), "before": rewards[0],
-        "after": statistics.mean(rewards[-LAST:]), "cpu_seconds": _cpu_seconds() - start,
-    }  # fmt: skip
 
 
 def _cpu_seconds() -> float:

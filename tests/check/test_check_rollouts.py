@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from memfit.check.answers import judge
 from memfit.cli.app import app, run
 from memfit.core.errors import InvalidRequest
 from memfit.records.ledger import Kind, Phase
-from neighbour_programs import PYTHON
+from neighbour_programs import run_program
 from undescribed import list_undescribed
 
 H100: dict[str, Any] = {"hardware": {"device": "h100-sxm"}}
@@ -29,14 +28,11 @@ gradient_accumulation_steps: 4
 """
 
 
-def say_with_trl(program: str) -> Any:
+def say_with_trl(folder: Path, program: str) -> Any:
     """What a program prints last, as JSON, where TRL is installed."""
-    if not PYTHON.exists():
-        pytest.skip("`make neighbours` installs TRL")
-    done = subprocess.run(
-        [str(PYTHON), "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    file = folder / "program.py"
+    file.write_text(program)
+    return json.loads(run_program(file).splitlines()[-1])
 
 
 def check(
@@ -70,7 +66,7 @@ def test_defaults_are_the_trainers_own(tmp_path: Path) -> None:
         " 'max_completion_length', 'per_device_train_batch_size', 'beta', 'num_iterations',"
         " 'temperature', 'top_k', 'top_p', 'repetition_penalty')] for x in (A, B)]))"
     )
-    usual = say_with_trl(ask)
+    usual = say_with_trl(tmp_path, ask)
     for objective, theirs in zip(("grpo", "rloo"), usual, strict=True):
         data = {**H100, "task": {"objective": objective}}
         _, plan = check(tmp_path, text="model_name_or_path: Qwen/Qwen3-0.6B\n", data=data)
@@ -81,7 +77,7 @@ def test_defaults_are_the_trainers_own(tmp_path: Path) -> None:
         ]  # fmt: skip
 
 
-def test_every_argument_of_the_trainers_is_known() -> None:
+def test_every_argument_of_the_trainers_is_known(tmp_path: Path) -> None:
     """Described, moving no memory, or named as not described: none is `no such key`."""
     from memfit.check.keys.trl import MOVED, STILL
     from memfit.check.rollouts import QUIET
@@ -91,7 +87,7 @@ def test_every_argument_of_the_trainers_is_known() -> None:
         "f = lambda x: {y.name for y in dataclasses.fields(x)};"
         "print(json.dumps(sorted((f(GRPOConfig) | f(RLOOConfig)) - f(SFTConfig))))"
     )
-    theirs = say_with_trl(ask)
+    theirs = say_with_trl(tmp_path, ask)
     assert len(theirs) > 60
     read = {"beta", "disable_dropout"}
     assert [key for key in theirs if key not in {*MOVED, *STILL, *QUIET, *read}] == []

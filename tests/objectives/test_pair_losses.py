@@ -143,10 +143,9 @@ def names_of(objective, loss):
 
 
 @pytest.fixture(scope="module")
-def trl(tmp_path_factory):
+def trl():
     cases = [(f"{o} {t}", *names_of(o, t), CONFIGS["llama"]) for o, t in ALL.values()]
-    home = tmp_path_factory.mktemp("home")
-    found = run_program("trl_pairs.py", home, text=json.dumps(cases))
+    found = run_program("trl_pairs.py", text=json.dumps(cases))
     return json.loads(found.splitlines()[-1])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from memfit.plan.request.problem import find_device
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.request import Request
+from neighbour_programs import run_program
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 import grpo
 
 BENCH = Path(grpo.__file__).parent
-PYTHON = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
 LIMIT = 0.5  # percent of a phase's peak
 BEYOND = {  # and where a prediction is further below, by less than WIDE_LIMIT
     ("gpt_neox: mixed, padded, recomputed", "decode"), ("gpt2: lora, mixed, dropout", "update"),
@@ -54,13 +53,8 @@ def test_what_was_recorded_is_what_is_predicted_and_within_the_limit() -> None:
 
 
 def run(*names: str) -> None:
-    if not PYTHON.exists():
-        pytest.skip("`make neighbours` installs TRL")
-    said = subprocess.run(
-        [str(PYTHON), "-W", "ignore", str(BENCH / "grpo.py"), *names],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    lines = [line for line in said.stdout.splitlines() if line.startswith(names)]
+    said = run_program(BENCH / "grpo.py", *names)
+    lines = [line for line in said.splitlines() if line.startswith(names)]
     assert len(lines) == len(names)
     numbers = [float(word) for line in lines for word in line.split() if "." in word]
     assert len(numbers) >= 4 * len(names)

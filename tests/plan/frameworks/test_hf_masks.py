@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import pytest
 
 from memfit import api
 from memfit.core.errors import InvalidRequest
+from neighbour_programs import run_program
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 import hf_masks
 
 BENCH = Path(hf_masks.__file__).parent
-PYTHON = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
 LIMIT = 0.5  # percent of the peak
 SHOWN = (
     "llama: full rows", "llama: padded, recomputed", "llama: eager, padded",
@@ -63,13 +62,8 @@ OF_TRL = (
 
 @pytest.mark.wide  # what was recorded of them is held to the predictions above
 def test_trls_own_trainers() -> None:
-    if not PYTHON.exists():
-        pytest.skip("`make neighbours` installs TRL")
-    said = subprocess.run(
-        [str(PYTHON), str(BENCH / "hf_masks.py"), *OF_TRL],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    lines = [line for line in said.stdout.splitlines() if line.startswith(OF_TRL)]
+    said = run_program(BENCH / "hf_masks.py", *OF_TRL)
+    lines = [line for line in said.splitlines() if line.startswith(OF_TRL)]
     assert len(lines) == len(OF_TRL)
     assert max(abs(float(line.split()[-2])) for line in lines) <= LIMIT
 

@@ -8,8 +8,8 @@ from neighbour_programs import run_program
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    found = json.loads(run_program("trl_tiles.py", tmp_path_factory.mktemp("home")))
+def measured():
+    found = json.loads(run_program("trl_tiles.py"))
     return {name: rest for name, *rest in found}
 
 

@@ -20,7 +20,7 @@ CASES = (
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
-    run_program("trl_policies.py", home, home / "found.json")
+    run_program("trl_policies.py", home / "found.json")
     return json.loads((home / "found.json").read_text())
 
 

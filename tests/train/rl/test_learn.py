@@ -22,6 +22,7 @@ from memfit.train.rl.rows import lay_out
 from memfit.train.rl.sampling import sample_in_slots
 from memfit.train.step.step import answer_log_probs
 from tiny_models import hugging_face, make_built, make_recipe
+from typed_commands import quick
 
 BENCH = Path(__file__).parents[3] / "bench" / "rl_learns.py"
 GROUP, GROUPS, END = 4, 2, 1
@@ -314,13 +315,21 @@ def test_too_few_prompts_are_named(make):
 
 # of RLOO the next test has what five seeds learned
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here", "without_levers")
 @pytest.mark.parametrize("objective", ["grpo", pytest.param("rloo", marks=pytest.mark.wide)])
-def test_a_reward_is_learned(objective, tmp_path):
+def test_a_reward_is_learned(objective, tmp_path, monkeypatch):
     """A share of bench/rl_learns.py. One digit for all prompts is right in a ninth of them."""
     spec = importlib.util.spec_from_file_location("rl_learns", BENCH)
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
-    row = bench.learn(objective, 3, tmp_path, steps={"grpo": 90, "rloo": 180}[objective])
+    monkeypatch.chdir(tmp_path)
+
+    def train(folder):
+        code, _, told = quick("train", "request.yaml", "--folder", "run", "--quiet")
+        assert code == 0, told
+
+    steps = {"grpo": 48, "rloo": 180}[objective]
+    row = bench.learn(objective, 3, tmp_path, steps=steps, train=train)
     assert row["before"] < 0.03
     assert row["after"] > 0.3
 

@@ -45,7 +45,7 @@ def nobody(completion_ids, **_):
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
-    run_program("trl_online.py", home, home / "found.json")
+    run_program("trl_online.py", home / "found.json")
     return json.loads((home / "found.json").read_text())
 
 
