@@ -1,11 +1,12 @@
 """Do the tests of `make test` notice small faults in what plans, certifies and trains?
 
 `python bench/mutation run` draws mutants from a seed (mutants.py), puts one after another into a
-copy of the tree, and runs, of the tests that reach its block, those that answer soonest, until one
-fails. It goes on where it was; `--again` puts survivors to more tests. Which tests reach what, and
-in how many CPU seconds, `python bench/mutation map FOLDER...` finds out once. Results stand in
-bench/results/mutation.json, `read` sums them up, and `check` runs all tests that killed something
-without a mutant: what fails there kills nothing.
+copy of the tree, and runs tests until one fails, or so many CPU seconds are over: those that reach
+its block, as far as `python bench/mutation map FOLDER...` has found out which do, then those of the
+files of tests that are fewest imports away from its module (naming.py). It goes on where it was;
+`--again` puts survivors to tests anew. Results stand in bench/results/mutation.json, `read` sums
+them up, and `check` runs all tests that killed something without a mutant: what fails there kills
+nothing.
 
 A mutant is put to some of the tests that could notice it: the share of killed ones is a lower
 bound. Survivors whose program does what the original does are named in equivalent.toml, with the
@@ -26,17 +27,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from choosing import REACHED, choose, find_costs, find_reaching, find_speaking
+from choosing import REACHED, choose, find_costs, find_reaching
 from mutants import GROUPS, ROOT, Mutant, draw, find_sites
+from naming import HOLDS_ALL, find_near
 from running import LATE, Put, copy_tree, import_libraries, run_tests
 
 RESULT = ROOT / "bench" / "results" / "mutation.json"
 EQUIVALENT = Path(__file__).parent / "equivalent.toml"
-FEW = 20  # tests that reach a block, to which those are added that speak of its module
-STARTING, PATIENCE = (
-    240,
-    25,
-)  # seconds, and times the CPU seconds, that beside other work are enough
+FILES = 10  # of tests, to which a mutant is put
 
 
 def find_map(targets: list[str]) -> None:
@@ -61,11 +59,11 @@ def read_rows() -> dict[str, dict[str, Any]]:
     return {row["mutant"]: row for row in json.loads(RESULT.read_text())["mutants"]}
 
 
-def write_rows(rows: dict[str, dict[str, Any]], seed: int) -> None:
+def write_rows(rows: dict[str, dict[str, Any]]) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
-    kept = {"seed": seed, "commit": commit, "mutants": [rows[name] for name in sorted(rows)]}
+    kept = {"commit": commit, "mutants": [rows[name] for name in sorted(rows)]}
     unfinished = RESULT.with_suffix(".partial")
     unfinished.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(RESULT)
@@ -95,31 +93,31 @@ def run(asked: argparse.Namespace) -> None:
     if asked.again:
         left = [m for m in find_survivors(rows) if asked.only in m.file]
     else:
-        drawn = draw(asked.seed, asked.each)
+        drawn = [m for m in draw(asked.seed, asked.each) if group_of(m) in asked.groups.split(",")]
         left = [m for m in drawn if m.name not in rows and asked.only in m.file]
+    seeds = {name: row["seed"] for name, row in rows.items()}
     print(f"{len(left)} mutants to run", flush=True)
     import_libraries()
     with tempfile.TemporaryDirectory(prefix="memfit-mutation-") as folder:
         tree = copy_tree(Path(folder))
         os.environ["PYTHONPATH"] = str(tree / "src")
-        costs = find_costs(tree)
+        costs = find_costs()
         reaching = find_reaching({(m.file, m.block) for m in left}, costs)
         for mutant in left:
             reached = reaching.get((mutant.file, mutant.block), [])
-            chosen = choose(mutant, reached, costs, asked.seconds)
-            if len(chosen) < FEW:
-                others = set(find_speaking(mutant, costs)) - set(chosen)
-                chosen += choose(mutant, sorted(others), costs, asked.seconds / 2)
-            limit = STARTING + PATIENCE * sum(costs[test] for test in chosen)
+            first = choose(mutant, reached, costs, asked.seconds)
+            files = dict.fromkeys(test.partition("::")[0] for test in first)
+            chosen = [*dict.fromkeys([*files, *find_near(mutant, FILES)])][:FILES]
+            first += [file for file in chosen if file == HOLDS_ALL]
             with Put(tree, mutant):
-                said = run_tests(tree, chosen, limit)
+                said = run_tests(tree, chosen, first, asked.seconds)
             rows = read_rows()  # another process may have written
             rows[mutant.name] = {
-                "mutant": mutant.name, "group": group_of(mutant), "file": mutant.file,
-                "line": mutant.line, "function": mutant.function, "kind": mutant.kind,
-                "reached_by": len(reached), "put_to": len(chosen), **said,
+                "mutant": mutant.name, "seed": seeds.get(mutant.name, asked.seed),
+                "group": group_of(mutant), "file": mutant.file, "line": mutant.line,
+                "function": mutant.function, "kind": mutant.kind, "files": len(chosen), **said,
             }  # fmt: skip
-            write_rows(rows, asked.seed)
+            write_rows(rows)
             print(f"{said['by'] or 'SURVIVED'}  <- {mutant.name}  {said['seconds']} s", flush=True)
 
 
@@ -131,7 +129,7 @@ def check() -> None:
     with tempfile.TemporaryDirectory(prefix="memfit-mutation-") as folder:
         tree = copy_tree(Path(folder))
         while tests:
-            said = run_tests(tree, tests, 3600)
+            said = run_tests(tree, tests, tests, 3600)
             if not said["by"]:
                 break
             print(f"fails without a mutant: {said['by']}", flush=True)
@@ -144,12 +142,12 @@ def read() -> None:
     counts: dict[str, Counter[str]] = {}
     for name, row in rows.items():
         outcome = "killed" if row["by"] else "equivalent" if name in reasons else "survived"
-        for key in (row["group"], row["kind"], "all"):
+        for key in (row["group"], row["kind"], f"seed {row['seed']}", "all"):
             counts.setdefault(key, Counter())[outcome] += 1
         if outcome != "killed":
             print(
-                f"{outcome}: {name} in {row['function'] or 'the module'}, put to "
-                f"{row['put_to']} of {row['reached_by']} tests. {reasons.get(name, '')}"
+                f"{outcome}: {name} in {row['function'] or 'the module'}, put to {row['ran']} "
+                f"tests of {row['files']} files. {reasons.get(name, '')}"
             )
     for key, count in counts.items():
         share = count["killed"] / max(1, count["killed"] + count["survived"])
@@ -167,6 +165,7 @@ def main() -> None:
     running = verbs.add_parser("run", help="put mutants to tests, going on where it was")
     running.add_argument("--seed", type=int, default=1)
     running.add_argument("--each", type=int, default=40, help="mutants of each group")
+    running.add_argument("--groups", default=",".join(GROUPS), help="which of them")
     running.add_argument("--seconds", type=float, default=30, help="CPU seconds of tests, of each")
     running.add_argument("--again", action="store_true", help="survivors alone")
     running.add_argument("--only", default="", help="part of a file's name")

@@ -1,11 +1,8 @@
-"""Which tests a mutant is put to: those that reach its block, cheap ones of many files first."""
+"""Which tests a mutant is put to: those that reach its block first, then those of near files."""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,30 +10,22 @@ from pathlib import Path
 from mutants import ROOT, Mutant
 
 REACHED, TIMES = ROOT / "build" / "reached", ROOT / "build" / "suite_times"
-CHOSEN = ROOT / "build" / "chosen_tests.txt"  # what was collected; without it, it is again
 Block = tuple[str, int]
 
 
-def find_costs(tree: Path) -> dict[str, float]:
-    """CPU seconds of the tests that `make test` runs today, as far as they were counted."""
+def find_costs() -> dict[str, float]:
+    """CPU seconds of tests, as far as they were counted."""
     costs: dict[str, float] = defaultdict(float)
     for file in sorted(TIMES.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if row["kind"] == "test":
                 costs[row["test"]] += row["cpu"]
-    if not CHOSEN.exists():
-        listed = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "not wide",
-             "-p", "no:randomly"], cwd=tree, capture_output=True, text=True,
-        ).stdout.splitlines()  # fmt: skip
-        CHOSEN.write_text("\n".join(line for line in listed if "::" in line), encoding="utf-8")
-    chosen = set(CHOSEN.read_text(encoding="utf-8").splitlines())
-    return {test: cost for test, cost in costs.items() if test in chosen}
+    return costs
 
 
 def find_reaching(wanted: set[Block], costs: Mapping[str, float]) -> dict[Block, list[str]]:
-    """The tests that reach each block in their own process."""
+    """The tests that reach each block, as far as they were mapped."""
     found: dict[Block, list[str]] = defaultdict(list)
     for file in sorted(REACHED.glob("*.jsonl")):
         with file.open(encoding="utf-8") as lines:
@@ -49,19 +38,6 @@ def find_reaching(wanted: set[Block], costs: Mapping[str, float]) -> dict[Block,
                         if (name, block) in wanted:
                             found[name, block].append(row["test"])
     return found
-
-
-def find_speaking(mutant: Mutant, costs: Mapping[str, float]) -> list[str]:
-    """For what stands outside functions, what processes of their own alone reach, and where
-    nothing was mapped: the tests of its package in files that name its module or its folder."""
-    path = Path(mutant.file)
-    names = "|".join({path.stem, path.parent.name} - {"__init__"})
-    files = {
-        str(file.relative_to(ROOT))
-        for file in (ROOT / "tests" / path.parts[2]).rglob("test_*.py")
-        if re.search(rf"\b({names})\b", file.read_text(encoding="utf-8"))
-    }
-    return [test for test in costs if test.partition("::")[0] in files]
 
 
 def choose(

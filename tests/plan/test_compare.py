@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from memfit import api
 from memfit.core.errors import DoesNotFit, InvalidRequest, UnknownName
+from memfit.core.units import show_bytes, show_seconds
 from memfit.plan.budget.offers import read_offers
 from memfit.plan.questions.compare import place
 from memfit.plan.questions.solve import _halve
@@ -187,11 +188,21 @@ def test_why_not_says_what_is_missing_and_where_the_seconds_go():
     assert slower.answer == "slower"
     assert slower.requested.recipe.parallel.tp == 8
     assert slower.requested.time.step_seconds > slower.chosen.time.step_seconds
-    assert any(line.startswith("tensor: ") for line in slower.because)
+    mine, its = ({s.op: s.duration for s in plan.timeline.spans}
+                 for plan in (slower.requested, slower.chosen))  # fmt: skip
+    most = max(mine, key=lambda op: abs(mine[op] - its.get(op, 0.0)))
+    by = mine[most] - its.get(most, 0.0)
+    told = f"{show_seconds(abs(by))} {'more' if by > 0 else 'less'}"
+    assert slower.because[1] == f"{most}: {told}" == f"tensor: {told}"
     mesh = {"dp_shard": 8, "zero": 1}
     lacking = api.why_not(request, {"parallel": mesh, "micro_batch": 8, "recompute": "none"})
     assert lacking.answer == "does_not_fit"
-    assert any(line.startswith("activations: ") for line in lacking.because)
+    kept, chosen = (sum(e.nbytes for e in plan.memory.entries if e.kind == "activations")
+                    for plan in (lacking.requested, lacking.chosen))  # fmt: skip
+    more = f"activations: {show_bytes(kept - chosen)} more than the chosen one"
+    over = lacking.requested.memory.needed - lacking.requested.memory.usable
+    assert more in lacking.because
+    assert lacking.because[0].endswith(f": {show_bytes(over)} more than there is")
     refused = api.why_not(request, {"parallel": {"tp": 3}})
     assert refused.answer == "refused"
     assert "names 3 ranks" in refused.because[0]

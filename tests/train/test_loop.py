@@ -484,17 +484,18 @@ def test_live_lines_fit_the_terminal_and_say_what_was_promised(width):
         assert "812.0 MiB of 1.0 GiB certified" in lines[1]
 
 
-def test_progress_on_a_pipe_is_a_few_plain_lines():
+@pytest.mark.parametrize("steps", [100, 210])  # a twentieth of 210 is 11 steps, not 10
+def test_progress_on_a_pipe_is_a_few_plain_lines(steps):
     stream = io.StringIO()
     progress = open_progress(stream)
     assert isinstance(progress, Plain)
-    progress.begin(Facts(steps=100, done=0, predicted_step_seconds=None, certified_peak=None))
-    for step in range(1, 101):
+    progress.begin(Facts(steps=steps, done=0, predicted_step_seconds=None, certified_peak=None))
+    for step in range(1, steps + 1):
         progress.show(MOMENT._replace(step=step))
     progress.end()
     lines = stream.getvalue().splitlines()
     assert len(lines) == 21
-    assert lines[0].startswith("step 1/100  loss 5.1235")
+    assert lines[0].startswith(f"step 1/{steps}  loss 5.1235")
     assert lines[-1].endswith("done")
     assert "\x1b" not in stream.getvalue()
 
