@@ -4,12 +4,15 @@ import json
 import subprocess
 import sys
 from html.parser import HTMLParser
+from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
 import memfit
 from memfit import api
 from memfit.records import to_data
+from memfit.records.results import Verdict
 from memfit.workflows.python_verbs import read_request
 from typed_commands import ASKED, STATED, TINY
 
@@ -110,6 +113,9 @@ def test_results_are_one_line_and_plain_data():
     plan = memfit.predict(STATED)
     assert repr(plan).startswith("<Plan FITS tiny on cpu-x86: needs ")
     assert plan.to_dict() == to_data(plan)
+    for verdict in get_args(Verdict):
+        judged = replace(plan, memory=replace(plan.memory, verdict=verdict))
+        assert judged.fits == (verdict == "fits")
     solved = memfit.solve("micro_batch", ASKED)
     assert repr(solved).startswith(f"<Solved micro_batch = {solved.value}: ")
     made = memfit.export("gpt2", "trl", **WORDS)

@@ -168,6 +168,11 @@ class Plan(Tabled, frozen=True, kw_only=True):
         }  # fmt: skip
 
     @property
+    def fits(self) -> bool:
+        """Whether all of its range is usable: the verdict FITS, neither TIGHT nor UNPROVEN."""
+        return self.memory.verdict == "fits"
+
+    @property
     def chosen(self) -> Considered | None:
         """The recipe's own row among those considered; None where nothing was searched."""
         return next((row for row in self.considered if row.chosen), None)
@@ -274,6 +279,11 @@ class Certificate(Tabled, frozen=True, kw_only=True):
     # of a pipeline's places that were traced, each one's `phases`; a place between two of them
     # holds no more than the one before it. Empty where one rank alone was traced
     stages: dict[str, dict[str, int]] = {}  # noqa: RUF012 (as above)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of its range is usable: the verdict FITS, neither TIGHT nor UNPROVEN."""
+        return self.memory.verdict == "fits"
 
     def phases_at(self, place: int) -> dict[str, int]:
         """Peaks that hold for the ranks of one place of a pipeline: its own, where its stage was
