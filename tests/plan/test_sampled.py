@@ -75,6 +75,9 @@ def test_ppo_takes_what_trl_s_ppo_config_takes():
     made = plan(ask("ppo"))
     recipe = made.recipe
     assert (recipe.method, recipe.rollout.num_generations) == ("lora", 1)
+    said = str(made.assumptions)
+    assert f"{recipe.global_batch} prompts with 1 answer each" in said
+    assert "prompts with 8 answers each" in str(plan(ask()).assumptions)
     assert recipe.policy == Policy(beta=0.05, num_iterations=4)
     assert recipe.value == ValueSettings()
     assert to_data(recipe.value) == {

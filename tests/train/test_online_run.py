@@ -268,6 +268,48 @@ def test_evaluations_change_nothing_of_what_is_learned(place, tmp_path):
     assert [row["evaluation_prompts"] for row in read_log(folder)] == [3, 3, 3]
 
 
+def test_the_model_is_that_of_the_best_held_out_reward(place, tmp_path):
+    """The reward falls with every update here: the run stops, and ends with its first weights."""
+    root, file, cache = place
+    (tmp_path / "worse.py").write_text(
+        "LEFT = [9]\n"
+        "def worse(completions, **_):\n"
+        "    if len(completions) == 6:\n"
+        "        LEFT[0] -= 1\n"
+        "    return [float(LEFT[0] + n % 2) for n, _ in enumerate(completions)]\n"
+    )
+    reward = RewardSettings(funcs=(f"{tmp_path / 'worse.py'}:worse",))
+    recipe = recipe_of(root / "data", reward=reward, steps=6)
+    task = Task(objective="grpo", data=str(file), evaluation_share=0.25)
+    request = Request(model=CONFIG, task=task)
+    cadence = Cadence(save_every=9, evaluate_every=1, best_by="reward", patience=2)
+    made = train(recipe, request, tmp_path / "run", cadence=cadence, cache=cache)
+    assert [row["evaluation_reward"] for row in read_log(tmp_path / "run")] == [8.5, 7.5, 6.5]
+    assert made.steps_done == 3
+    best = made.measurements["best.reward"]
+    assert best.value == 8.5
+    assert best.counter == "step 1; greedy answers to all held-out prompts"
+    short = replace(recipe, steps=1)
+    train(short, request, tmp_path / "short", cadence=Cadence(save_every=9), cache=cache)
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "short")
+
+
+@pytest.mark.parametrize(
+    ("best_by", "share", "said"),
+    [
+        ("loss", 0.25, "held-out prompts are judged by the mean reward"),
+        ("reward", 0.0, "names no held-out data"),
+    ],
+)
+def test_a_best_run_without_a_held_out_reward_is_refused(place, tmp_path, best_by, share, said):
+    root, file, cache = place
+    task = Task(objective="grpo", data=str(file), evaluation_share=share)
+    request, cadence = Request(model=CONFIG, task=task), Cadence(best_by=best_by)
+    with pytest.raises(InvalidRequest, match=said):
+        train(recipe_of(root / "data"), request, tmp_path / "run", cadence=cadence, cache=cache)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 def test_a_share_that_leaves_nothing_to_train_on_is_refused(place, tmp_path):
     root, file, cache = place
     task = Task(objective="grpo", data=str(file), evaluation_share=0.99)

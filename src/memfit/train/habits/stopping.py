@@ -13,6 +13,7 @@ from memfit.records.habits import RunRequest
 from memfit.records.recipe import Recipe
 
 PREFIX = "evaluation_"  # of what an evaluation adds to a line of the log
+REWARD = "reward"  # of answers to held-out prompts, where answers are sampled
 
 
 class Judged(NamedTuple):
@@ -50,7 +51,7 @@ def read_evaluations(rows: Iterable[Mapping[str, Any]], name: str) -> list[tuple
     """
     found = []
     for row in rows:
-        if f"{PREFIX}loss" not in row:
+        if f"{PREFIX}loss" not in row and f"{PREFIX}{REWARD}" not in row:
             continue
         if f"{PREFIX}{name}" not in row:
             figures = [k.removeprefix(PREFIX) for k, v in row.items() if _is_figure(k, v)]
@@ -58,7 +59,9 @@ def read_evaluations(rows: Iterable[Mapping[str, Any]], name: str) -> list[tuple
                 f"`run.best_by: {name}` is no figure of an evaluation of this run",
                 hint=f"one of: {', '.join(figures)}",
             )
-        found.append((int(row["step"]), float(row[f"{PREFIX}{name}"])))
+        value = row[f"{PREFIX}{name}"]
+        if value is not None:  # nobody judged the answers
+            found.append((int(row["step"]), float(value)))
     return found
 
 
@@ -69,15 +72,15 @@ def _is_figure(key: str, value: object) -> bool:
 
 def check_best(recipe: Recipe, run: RunRequest, *, held_out: bool) -> None:
     """Raise InvalidRequest, before the first step, where nothing can be compared."""
-    if run.best_by and recipe.samples:
+    if recipe.samples and run.best_by not in ("", REWARD):
         raise InvalidRequest(
-            f"`run.best_by: {run.best_by}`: under `objective: {recipe.objective}` nothing is held"
-            " out that could be evaluated",
-            hint="leave `run.best_by` out",
+            f"`run.best_by: {run.best_by}` under `objective: {recipe.objective}`: held-out prompts"
+            " are judged by the mean reward of their answers",
+            hint="use `run.best_by: reward`",
         )
     if run.best_by and not held_out:
         raise InvalidRequest(
             f"`run.best_by: {run.best_by}` compares evaluations, and `task.evaluation` names no"
             " held-out data",
-            hint="set `task.evaluation`, a file or folder",
+            hint="set `task.evaluation`, a file or folder, or `task.evaluation_share: 0.1`",
         )

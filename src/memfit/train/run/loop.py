@@ -459,7 +459,7 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
             beside=session.beside.after(step),
         )
     )
-    if evaluates and session.cadence.best_by:
+    if due and session.cadence.best_by:
         session.evaluated += read_evaluations([row], session.cadence.best_by)
     ends = last or session.judged.stops or session.judged.best == step
     if ends or step % session.every(session.cadence.save_every) == 0:

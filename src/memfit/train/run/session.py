@@ -245,7 +245,8 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
     found |= measure_rollouts(rows, plain)
     if (judged := session.judged).best:
         name = f"best.{session.cadence.best_by}"
-        found[name] = _measured(judged.value, "of an evaluation", f"step {judged.best}; {held_out}")
+        of = held_out or "greedy answers to all held-out prompts"
+        found[name] = _measured(judged.value, "of an evaluation", f"step {judged.best}; {of}")
     if rows and "loss_rounded" in rows[0] and evaluations:
         kind = session.recipe.qat
         for name, value, when in (

@@ -247,10 +247,11 @@ def describe_sampled(request: Request, recipe: Recipe) -> str:
     if not recipe.samples:
         return ""
     rollout, policy = recipe.rollout, recipe.policy
+    answers = "answer" if rollout.num_generations == 1 else "answers"
     parts = [
         f"{recipe.global_batch // rollout.num_generations} prompts with {rollout.num_generations}"
-        f" answers each, of {rollout.max_prompt_length} and {rollout.max_completion_length} tokens"
-        " at most"
+        f" {answers} each, of {rollout.max_prompt_length} and"
+        f" {rollout.max_completion_length} tokens at most"
     ]
     if rollout.filters:
         parts.append("the loss computes with the chances before top-k, top-p, min-p and penalty")
