@@ -27,7 +27,8 @@ SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 neighbours: $(NEIGHBOURS)/.ready  ## the tools whose own code reads exports in the tests
 
-$(NEIGHBOURS)/.ready: $(VENV)/.ready tests/neighbours/jobs.txt tests/neighbours/trainers.txt
+$(NEIGHBOURS)/.ready: $(VENV)/.ready tests/neighbours/jobs.txt tests/neighbours/trainers.txt \
+    tests/neighbours/ppo.txt
 	rm -rf $(NEIGHBOURS)
 	$(PY) -m venv $(NEIGHBOURS)/jobs
 	$(NEIGHBOURS)/jobs/bin/python -m pip install --quiet uv
@@ -38,6 +39,8 @@ $(NEIGHBOURS)/.ready: $(VENV)/.ready tests/neighbours/jobs.txt tests/neighbours/
 	$(NEIGHBOURS)/trainers/bin/python -c 'import torch, transformers'  # or pip would fetch CUDA's
 	DS_BUILD_OPS=0 $(NEIGHBOURS)/trainers/bin/python -m pip install --quiet \
 	  --requirement tests/neighbours/trainers.txt
+	$(NEIGHBOURS)/trainers/bin/python -m pip install --quiet --no-deps --target $(NEIGHBOURS)/ppo \
+	  --requirement tests/neighbours/ppo.txt
 	@touch $@
 
 demo: setup  ## train a small model from scratch under 1 GiB, then adapt it with LoRA

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PYTHON = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
+NEIGHBOURS = Path(sys.prefix) / "neighbours"
+PYTHON = NEIGHBOURS / "trainers" / "bin" / "python"
 SERVER = """
 import json, os, runpy, sys, traceback
 import torch, datasets, trl
@@ -74,6 +75,23 @@ def run_program(path, *arguments, text=""):
         code = server.stdout.readline()
         assert code == "0\n", f"{code or 'TRL did not start'}: {files['errors'].read_text()}"
         return files["output"].read_text()
+
+
+def run_with_older(folder, name, home, *arguments):
+    """Run a program of `tests/neighbours` in a process of its own, whose packages are first those
+    of this folder of the neighbours; home: a folder that is its HOME."""
+    first = NEIGHBOURS / folder
+    if not (PYTHON.exists() and first.exists()):
+        pytest.skip("`make neighbours` installs TRL")
+    around = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(map(str, (first, TESTS.parent / "src", TESTS))),
+        "HOME": str(home), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    done = subprocess.run(
+        [str(PYTHON), "-W", "ignore", str(TESTS / "neighbours" / name), *map(str, arguments)],
+        capture_output=True, text=True, check=False, env=around,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 @cache

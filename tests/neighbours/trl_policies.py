@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from msgspec.structs import replace
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from memfit.records.reinforcement import Policy
@@ -27,9 +26,10 @@ from memfit.train.rl.advantages import (
 from memfit.train.rl.policy_loss import Answers, Counts
 from memfit.train.rl.rows import answer_mask, lay_out
 from memfit.train.step.step import answer_log_probs, step
+from neighbours.shared import END, LONGEST, PAD, largest, make_tokenizer
 from tiny_models import VOCAB, gradients_in, make_built, make_recipe
 
-GROUP, GROUPS, LONGEST, END, PAD = 4, 2, 6, 1, 0
+GROUP, GROUPS = 4, 2
 NAN = float("nan")
 # by function; the second group's second answer is judged by none
 REWARDS = [
@@ -65,15 +65,6 @@ RLOO_CASES = {
     },
     "rloo, masked": {"mask_truncated_completions": True, "beta": 0.0},
 }
-
-
-def make_tokenizer():
-    words = {str(i): i for i in range(VOCAB)}
-    made = Tokenizer(models.WordLevel(words, unk_token="0"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=str(PAD), eos_token=str(END), bos_token="2"
-    )
 
 
 def make_answers():
@@ -193,13 +184,6 @@ def ours(settings, prompts, answers, weights, cut):
         batches.append(type(batch)(batch.input_ids[at], batch.labels[at], answers=told))
     result = step(built, batches, 1)
     return float(result.loss), found, advantages
-
-
-def largest(first, second):
-    """The largest difference over the largest value."""
-    assert first.keys() == second.keys()
-    most = max(float(g.abs().max()) for g in second.values())
-    return max(float((first[n] - second[n]).abs().max()) for n in first) / most
 
 
 def main():
