@@ -7,7 +7,6 @@ it again.
 """
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,6 @@ from neighbour_programs import run_with_older
 from neighbours.given_ppo import CASES, LENGTHS, fingerprint, make_answers, ours
 
 RECORDED = json.loads((Path(__file__).parent / "trl_ppo.json").read_text())
-
-
-@cache
-def run(case, cut):
-    return ours(CASES[case], make_answers(), cut)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +27,7 @@ def compared(tmp_path_factory):
 @pytest.mark.parametrize("cut", [8, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_losses_gradients_and_figures_are_those_that_trl_had(case, cut):
-    losses, gradients, figures, advantages = run(case, cut)
+    losses, gradients, figures, advantages = ours(CASES[case], make_answers(), cut)
     recorded = RECORDED[case]
     assert losses == pytest.approx(recorded["losses"], abs=1e-6)
     assert len(losses) == CASES[case].get("num_ppo_epochs", 4)
