@@ -14,6 +14,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import is_file, is_folder, parse_json
 from memfit.objectives import find_objective
 from memfit.records import Record
+from memfit.records.habits.mixture import read_mixture
 
 PLACEHOLDER = "YOUR_DATASET"
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -37,11 +38,20 @@ class Part(Record, frozen=True, kw_only=True):
     nested: bool = False  # pairs: the answers are lists of messages, not texts
 
 
+class Weighted(Record, frozen=True, kw_only=True):
+    """One data set of several with weights."""
+
+    named: str
+    share: float  # of the rows
+    files: tuple[str, ...]  # whole paths; () of the hub
+
+
 class Data(Record, frozen=True, kw_only=True):
     """What is trained on: a placeholder, a name on the hub, or files of this machine."""
 
     named: str
     parts: tuple[Part, ...]  # () of a placeholder, and of the hub
+    weighted: tuple[Weighted, ...] = ()  # of several with weights, whose parts are in this order
 
     @property
     def here(self) -> bool:
@@ -59,6 +69,24 @@ def read_data(named: str) -> Data:
 
     Raises InvalidRequest for a file or folder that is not here, and one that holds no data.
     """
+    mixture = read_mixture(named)
+    if not mixture:
+        return _read_one(named)
+    found = [_read_one(part.path) for part in mixture]
+    return Data(
+        named=named,
+        parts=tuple(part for data in found for part in data.parts),
+        weighted=tuple(
+            Weighted(
+                named=part.path, share=part.share,
+                files=tuple(file for own in data.parts for file in own.files),
+            )
+            for part, data in zip(mixture, found, strict=True)
+        ),
+    )  # fmt: skip
+
+
+def _read_one(named: str) -> Data:
     if not named:
         return Data(named=PLACEHOLDER, parts=())
     path = Path(named).expanduser()
@@ -172,6 +200,16 @@ def refuse_patterns(data: Data, tool: str) -> None:
                 f"`{file}` holds one of * ? [, which `{tool}` takes for a pattern",
                 hint="rename the file or its folder",
             )
+
+
+def refuse_weights(data: Data, tool: str) -> None:
+    """Raise InvalidRequest for data sets with weights, for a tool that joins data sets whole."""
+    if data.weighted:
+        raise InvalidRequest(
+            f"`task.data: {data.named}` gives its data sets shares of the rows, and `{tool}` joins"
+            " data sets whole",
+            hint="`--to llamafactory` writes `interleave_probs`; or join them in one file",
+        )
 
 
 def refuse_shapes(data: Data, known: tuple[str, ...], objective: str, tool: str) -> None:

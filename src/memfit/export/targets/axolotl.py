@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from memfit.base_formats import is_quantised
-from memfit.export.data import load_with, read_notes, refuse_patterns, refuse_shapes
+from memfit.export.data import load_with, read_notes, refuse_patterns, refuse_shapes, refuse_weights
 from memfit.export.files import File
 from memfit.export.hugging_face import (
     FSDP_AXES,
@@ -170,6 +170,7 @@ def _kernels(recipe: Recipe) -> dict[str, Any]:
 def _data(job: Job) -> dict[str, Any]:
     """Rows of text, of chats, or of pairs as TRL's DPOTrainer reads them: axolotl's no type."""
     recipe, data = job.recipe, job.data
+    refuse_weights(data, "axolotl")
     refuse_shapes(data, tuple(TYPES), recipe.objective, "axolotl")
     refuse_patterns(data, "axolotl")
     usual = "text" if recipe.objective == "pretrain" else "messages"

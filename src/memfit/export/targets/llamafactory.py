@@ -115,7 +115,19 @@ def _name_data(job: Job) -> dict[str, Any]:
     data = job.data
     if data.named == PLACEHOLDER:
         return {"dataset": data.named}
-    return {"dataset": ",".join(_entries(job)), "dataset_dir": "."}
+    named = {"dataset": ",".join(_entries(job)), "dataset_dir": "."}
+    if not data.weighted:
+        return named
+    for one in data.weighted:  # an entry each, as a probability is an entry's
+        if len(one.files) != 1:
+            found = f"{len(one.files)} files" if one.files else "not of this machine"
+            raise InvalidRequest(
+                f"`{one.named}` is {found}, and LLaMA-Factory gives each file a probability",
+                hint="join its files, and name the one",
+            )
+    # until each was shown whole, as an epoch of memfit's
+    shares = ",".join(f"{one.share:.6g}" for one in data.weighted)
+    return {**named, "mix_strategy": "interleave_over", "interleave_probs": shares}
 
 
 def _describe_data(job: Job) -> list[File]:

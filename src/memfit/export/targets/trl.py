@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from memfit.base_formats import is_quantised
-from memfit.export.data import as_patterns, load_with, read_notes, refuse_shapes
+from memfit.export.data import as_patterns, load_with, read_notes, refuse_shapes, refuse_weights
 from memfit.export.files import File
 from memfit.export.hugging_face import (
     FSDP_AXES,
@@ -132,6 +132,7 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
 def _data(job: Job) -> dict[str, Any]:
     """A name on the hub, or files that `datasets` loads by their kind."""
     data, recipe = job.data, job.recipe
+    refuse_weights(data, "trl")
     if not data.here:
         return {"dataset_name": data.named}
     refuse_shapes(data, ("messages", "conversations", "answers", "text"), recipe.objective, "trl")

@@ -56,43 +56,15 @@ def join(shares: Sequence[Share]) -> Corpus:
     return Corpus(tokens, np.concatenate(offsets), learned, digest, (), parts=tuple(shares))
 
 
-class Source(NamedTuple):
-    """The rows of one data set, and where its documents begin among all."""
+class Turns:
+    """Which data set a unit is of: within a block, as many of each as its share says."""
 
-    rows: Rows
-    first_document: int
-    share: float
-
-
-class MixedRows(Rows):
-    """Rows of several data sets. `unit`: rows that stay together, 2 where they are pairs."""
-
-    def __init__(self, sources: Sequence[Source], seed: int, unit: int = 1) -> None:
-        self.packed = sources[0].rows.packed
-        self._sources, self._unit = sources, unit
-        shares = np.array([source.share for source in sources])
+    def __init__(self, shares: Sequence[float], seed: int) -> None:
         self._edges = np.concatenate([[0.0], np.cumsum(shares)])[:-1]
         self._block = BLOCK
-        while self._block * shares.min() < 2:
+        while self._block * min(shares) < 2:
             self._block *= 2
         self._order = lru_cache(maxsize=4)(lambda block: self._label(block, seed))
-        self._once = np.cumsum([0, *(source.rows.rows_once for source in sources)])
-
-    @property
-    def per_epoch(self) -> float:
-        """Rows after which each data set has been shown whole, as `datasets` counts them for
-        `all_exhausted`."""
-        return max(source.rows.per_epoch / source.share for source in self._sources)
-
-    @property
-    def rows_once(self) -> int:
-        """Those of all data sets."""
-        return int(self._once[-1])
-
-    @property
-    def ends_early(self) -> bool:
-        """Whether one of them does."""
-        return any(source.rows.ends_early for source in self._sources)
 
     def _before(self, block: int) -> Array:
         """(sources,): how many units of each data set lie before a block."""
@@ -114,6 +86,50 @@ class MixedRows(Rows):
         shown[np.argsort(order, kind="stable")] = numbers
         return order, shown
 
+    def find(self, units: Array) -> tuple[Array, Array]:
+        """Of each of some ascending units its data set, and the number of that one's unit."""
+        sources, numbers = np.empty(len(units), dtype="int64"), np.empty(len(units), dtype="int64")
+        for block in range(int(units[0]) // self._block, int(units[-1]) // self._block + 1):
+            inside = units // self._block == block
+            order, shown = self._order(block)
+            at = units[inside] % self._block
+            sources[inside], numbers[inside] = order[at], shown[at]
+        return sources, numbers
+
+
+class Source(NamedTuple):
+    """The rows of one data set, and where its documents begin among all."""
+
+    rows: Rows
+    first_document: int
+    share: float
+
+
+class MixedRows(Rows):
+    """Rows of several data sets. `unit`: rows that stay together, 2 where they are pairs."""
+
+    def __init__(self, sources: Sequence[Source], seed: int, unit: int = 1) -> None:
+        self.packed = sources[0].rows.packed
+        self._sources, self._unit = sources, unit
+        self._turns = Turns([source.share for source in sources], seed)
+        self._once = np.cumsum([0, *(source.rows.rows_once for source in sources)])
+
+    @property
+    def per_epoch(self) -> float:
+        """Rows after which each data set has been shown whole, as `datasets` counts them for
+        `all_exhausted`."""
+        return max(source.rows.per_epoch / source.share for source in self._sources)
+
+    @property
+    def rows_once(self) -> int:
+        """Those of all data sets."""
+        return int(self._once[-1])
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether one of them does."""
+        return any(source.rows.ends_early for source in self._sources)
+
     def _places(self, first: int, count: int, *, once: bool) -> tuple[Array, Array]:
         """Of each row from `first` on its data set, and its number there."""
         indices = np.arange(first, first + count)
@@ -122,12 +138,7 @@ class MixedRows(Rows):
             sources = np.minimum(sources, len(self._sources) - 1)
             return sources, indices - self._once[sources]
         units, within = np.divmod(indices, self._unit)
-        sources, numbers = np.empty(count, dtype="int64"), np.empty(count, dtype="int64")
-        for block in range(first // self._unit // self._block, int(units[-1]) // self._block + 1):
-            inside = units // self._block == block
-            order, shown = self._order(block)
-            at = units[inside] % self._block
-            sources[inside], numbers[inside] = order[at], shown[at]
+        sources, numbers = self._turns.find(units)
         return sources, numbers * self._unit + within
 
     def row(self, index: int, *, once: bool = False) -> tuple[Piece, ...]:

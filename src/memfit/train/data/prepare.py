@@ -47,6 +47,7 @@ from memfit.train.rl.prompts import (
     bound_prompts,
     count_steps,
     hold_out,
+    join_prompts,
     read_prompts,
 )
 
@@ -85,13 +86,7 @@ def read_data(
     tokenizer = find_tokenizer(request, reference, sources, cache)
     tokenizer.check_vocabulary(read_model(reference).architecture.vocab, reference.name)
     if find_objective(task.objective).samples:
-        if mixture:
-            raise InvalidRequest(
-                f"`task.data: {task.data}` has several data sets, and `objective:"
-                f" {task.objective}` reads prompts from one",
-                hint="join them in one file or folder",
-            )
-        return _read_prompts(request, sources, tokenizer, cache)
+        return _read_prompts(request, mixture, found, tokenizer, cache)
     read = partial(
         read_corpus, tokenizer=tokenizer, objective=task.objective, cache=cache, memory=memory,
         say=say,
@@ -119,16 +114,22 @@ def _join(mixture: Sequence[Part], parts: Sequence[Corpus]) -> Corpus:
 
 
 def _read_prompts(
-    request: Request, sources: Sources, tokenizer: Tokenizer, cache: Path | None
-) -> Data:
-    task, prompts = request.task, read_prompts(sources, tokenizer)
+    request: Request, mixture: Sequence[Part], found: Sequence[Sources], tokenizer: Tokenizer,
+    cache: Path | None,
+) -> Data:  # fmt: skip
+    task, parts = request.task, [read_prompts(sources, tokenizer) for sources in found]
+    held_out: Prompts | None = None
+
+    def join(parts: Sequence[Prompts]) -> Prompts:
+        return join_prompts(list(zip(mixture, parts, strict=True))) if mixture else parts[0]
+
     if task.evaluation_share:
-        return Data(tokenizer, *hold_out(prompts, task.evaluation_share, request.seed))
-    if task.evaluation:
-        return Data(
-            tokenizer, prompts, read_prompts(find_sources(task.evaluation, cache), tokenizer)
-        )
-    return Data(tokenizer, prompts, None)
+        divided = [hold_out(part, task.evaluation_share, request.seed) for part in parts]
+        parts = [training for training, _ in divided]
+        held_out = join([held for _, held in divided])
+    elif task.evaluation:
+        held_out = read_prompts(find_sources(task.evaluation, cache), tokenizer)
+    return Data(tokenizer, join(parts), held_out)
 
 
 def find_tokenizer(

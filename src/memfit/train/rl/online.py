@@ -20,6 +20,7 @@ from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, Summary, iterate
+from memfit.train.rl.portions import choose_of_portions
 from memfit.train.rl.prompts import PromptRows
 from memfit.train.rl.rollout import Sampling, find_truncated, judge_answers
 from memfit.train.rl.sampling import answer_greedily, sample_in_slots
@@ -40,10 +41,13 @@ def learning_of(recipe: Recipe, rows: object, tokenizer: Tokenizer) -> Iterator[
     objective = find_online(recipe.objective)
     with Judges(recipe.reward) as judges:
         judges.ready()
+        groups = recipe.global_batch // recipe.rollout.num_generations
+        several = partial(choose_of_portions, rows.portions, groups, recipe.seed)
         sampling = Sampling(
-            recipe.rollout, rows.prompts, recipe.global_batch // recipe.rollout.num_generations,
+            recipe.rollout, rows.prompts, groups,
             judges, tokenizer.decode, partial(sample_in_slots, decode=tokenizer.decode),
             tokenizer.end, recipe.seed, recipe.reward.missing_eos_penalty,
+            choose=several if rows.portions else None,
         )  # fmt: skip
         yield Learning(objective, recipe.policy, sampling, recipe.value, rows.held_out)
 

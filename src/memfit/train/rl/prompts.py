@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
+from memfit.records.habits.mixture import Part
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import Rollout
 from memfit.records.shapes import RowBounds, bounds_of
@@ -23,6 +24,7 @@ from memfit.train.data.readers import Sources
 from memfit.train.data.shards.split import read_rows
 from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.data.tokens import choose_held_out
+from memfit.train.rl.portions import Portion, describe, keep_portions
 from memfit.train.rl.rollout import COLUMN_OF_PROMPTS, Prompt, keep_short
 
 FORMAT = 1  # part of the digest: another way to tokenise is other data
@@ -35,6 +37,7 @@ class Prompts(NamedTuple):
     prompts: tuple[Prompt, ...]
     digest: str  # names the files' content and the tokenizer
     notes: tuple[str, ...]  # what was passed over, for the user to read
+    parts: tuple[Portion, ...] = ()  # the data sets that it joins; () of a single one
 
 
 class PromptRows:
@@ -49,6 +52,8 @@ class PromptRows:
         """
         short, long = keep_short(prompts.prompts, recipe.rollout)
         self.prompts, self.notes = tuple(short), prompts.notes
+        self.portions = keep_portions(prompts.prompts, prompts.parts, recipe.rollout)
+        self.notes += tuple(describe(portion) for portion in self.portions)
         self.held_out = self._read_held_out(held_out, recipe)
         self._recipe = recipe
         if long:
@@ -96,6 +101,17 @@ def read_prompts(sources: Sources, tokenizer: Tokenizer) -> Prompts:
     return Prompts(tuple(found), digest, sources.notes)
 
 
+def join_prompts(parts: Sequence[tuple[Part, Prompts]]) -> Prompts:
+    """The prompts of several data sets, one after the other, and their shares."""
+    facts = [[prompts.digest, part.share] for part, prompts in parts]
+    return Prompts(
+        tuple(prompt for _, prompts in parts for prompt in prompts.prompts),
+        hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32],
+        tuple(note for _, prompts in parts for note in prompts.notes),
+        tuple(Portion(part.path, part.share, len(prompts.prompts)) for part, prompts in parts),
+    )
+
+
 def hold_out(prompts: Prompts, share: float, seed: int) -> tuple[Prompts, Prompts]:
     """The prompts to train on and a share that is held out, drawn as those of documents are.
 
@@ -111,7 +127,12 @@ def hold_out(prompts: Prompts, share: float, seed: int) -> tuple[Prompts, Prompt
 
 
 def count_steps(prompts: Prompts, rollout: Rollout, global_batch: int, epochs: float) -> float:
-    """Iterations in which each prompt is answered as often as epochs say."""
+    """Iterations in which each prompt is answered as often as epochs say; of several data sets, the
+    one that takes the longest."""
+    if prompts.parts:
+        portions = keep_portions(prompts.prompts, prompts.parts, rollout)
+        whole = max(portion.size / portion.share for portion in portions)
+        return whole * epochs * rollout.num_generations / global_batch
     short, _ = keep_short(prompts.prompts, rollout)
     return len(short) * epochs * rollout.num_generations / global_batch
 

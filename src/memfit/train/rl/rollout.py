@@ -48,6 +48,8 @@ class Sampling:
     end: int | None  # the token that ends an answer
     seed: int
     missing_eos_penalty: float = 0.0  # is taken off the reward of an answer that reached its limit
+    # rows of a rollout by iteration and attempt, where the data are several; None: `choose_prompts`
+    choose: Callable[[int, int], list[int]] | None = None
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest where the data has fewer prompts than a rollout takes."""
@@ -86,19 +88,23 @@ def keep_short(prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[Prompt
     return short, len(prompts) - len(short)
 
 
+def order_rows(count: int, seed: int, *facts: int) -> list[int]:
+    """All rows of the data in an order drawn from a seed and what it is for."""
+    return [int(row) for row in _random(seed, *facts).permutation(count)]
+
+
 def choose_prompts(count: int, groups: int, seed: int, iteration: int, attempt: int) -> list[int]:
     """Rows of the data for a rollout: all once an epoch, in an order drawn from the seed.
 
     attempt: the round of dynamic sampling, which draws any rows; 0 is the rollout's own.
     """
 
-    def order(*facts: int) -> list[int]:
-        return [int(row) for row in _random(seed, *facts).permutation(count)]
-
     if attempt:
-        return order(iteration, attempt)[:groups]
+        return order_rows(count, seed, iteration, attempt)[:groups]
     places = range(iteration * groups, (iteration + 1) * groups)
-    epochs = {epoch: order(epoch) for epoch in {place // count for place in places}}
+    epochs = {
+        epoch: order_rows(count, seed, epoch) for epoch in {place // count for place in places}
+    }
     return [epochs[place // count][place % count] for place in places]
 
 
@@ -106,9 +112,12 @@ def roll_out(built: Built, sampling: Sampling, iteration: int) -> Experience:
     """Sample and judge; with `dynamic_sampling`, until enough groups tell answers apart."""
     rollout, found = sampling.rollout, _Found()
     for attempt in range(rollout.dynamic_sampling + 1):
-        rows = choose_prompts(
-            len(sampling.prompts), sampling.groups, sampling.seed, iteration, attempt
-        )
+        if sampling.choose is not None:
+            rows = sampling.choose(iteration, attempt)
+        else:
+            rows = choose_prompts(
+                len(sampling.prompts), sampling.groups, sampling.seed, iteration, attempt
+            )
         found.add(*_sample_and_judge(built, sampling, rows, (iteration, attempt)), rollout)
         if found.uneven >= sampling.groups or not rollout.dynamic_sampling:
             break
