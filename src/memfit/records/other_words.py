@@ -346,6 +346,7 @@ WORDS: dict[str, Word] = {
     # around the steps
     "save_steps": _key("run.save_every"), "eval_steps": _key("run.evaluate_every"),
     "save_total_limit": _key("run.keep"), "evals_per_epoch": _times, "saves_per_epoch": _times,
+    "eval_table_size": _key("run.samples"), "eval_max_new_tokens": _key("run.sample_tokens"),
     "greater_is_better": lambda value: Answer(
         {"run.best_is": "least" if _is_off(value) else "most", "run.best_by": "loss"},
         "`run.best_by` names the figure"),

@@ -106,8 +106,9 @@ def _show_rewards(console: Console, run: Run) -> None:
     if run.answers:
         heading(console, "Sampled answers")
         for answer in run.answers:
-            reward = "no reward" if answer.reward is None else f"reward {answer.reward:.3g}"
-            say(console, f"step {answer.step}, {reward}", style="dim", indent=INDENT)
+            reward = ", no reward" if answer.reward is None else f", reward {answer.reward:.3g}"
+            shown = reward if run.rewards else ""  # of a run that is not rewarded, none is missing
+            say(console, f"step {answer.step}{shown}", style="dim", indent=INDENT)
             say(console, f"{answer.prompt!r} -> {answer.completion!r}", indent=2 * INDENT)
 
 

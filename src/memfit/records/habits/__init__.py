@@ -30,6 +30,9 @@ class RunRequest(Record, frozen=True, kw_only=True):
     patience: NotNegative = 0  # evaluations in turn that are no better, after which it stops
     min_improvement: NotNegativeFloat = 0.0  # that counts as better
     metrics: tuple[str, ...] = ()  # functions of evaluations: FILE.py:NAME, or of a package
+    samples: NotNegative = 0  # held-out prompts that are answered at evaluations
+    sample_every: Positive = 1  # evaluations
+    sample_tokens: Positive = 64  # of each answer, at most
     callbacks: tuple[str, ...] = ()  # FILE.py:NAME, or what an installed package registers
     trackers: tuple[str, ...] = ()  # of accelerate: tensorboard, wandb, mlflow, trackio, …
 

@@ -44,6 +44,7 @@ def render_page(report: Report, *, folder: str) -> str:
             _instants(report),
             _rewards(report),
             _losses(report),
+            _answers(report),
             _comparisons(report),
             _considered(report),
             _certificate(report),
@@ -181,6 +182,19 @@ def _rewards(report: Report) -> str:
     heads = ["step", "prompt", "answer", "reward"]
     sampled = table(heads, answers, numbers=1, label="sampled answers")
     return drawn + section("Seconds of an iteration", timed) + section("Sampled answers", sampled)
+
+
+def _answers(report: Report) -> str:
+    """Of a run that answered a few held-out prompts while it trained: the first and the last."""
+    run = report.run
+    if run is None or run.rewards or not run.answers:
+        return ""
+    rows = [
+        (text(str(a.step)), f"<code>{text(a.prompt)}</code>", f"<code>{text(a.completion)}</code>")
+        for a in run.answers
+    ]
+    heads = ["step", "prompt", "answer"]
+    return section("Sampled answers", table(heads, rows, numbers=1, label="sampled answers"))
 
 
 def _losses(report: Report) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import install_extra, quiet_import
 
+TEXTS = ("tensorboard", "wandb")  # whose classes in accelerate take texts beside numbers
 PROJECT = "memfit"  # where a tracker wants a project's name beside the run's
 
 
@@ -25,11 +26,13 @@ class Trackers:
         self._warn = warn
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Hand the numbers of a line on; a tracker that fails is named and gets no more."""
+        """Hand the numbers of a line on, and sampled answers to those that show texts; a tracker
+        that fails is named and gets no more."""
         numbers = {k: v for k, v in row.items() if k != "step" and _is_number(v)}
+        texts = _list_answers(row)
         for name, tracker in list(self._opened.items()):
             try:
-                tracker.log(numbers, step=row["step"])
+                tracker.log(numbers | (texts if name in TEXTS else {}), step=row["step"])
             except Exception as error:  # whatever a service's client raises
                 del self._opened[name]
                 self._warn(f"`run.trackers: {name}` failed and gets nothing more: {error}")
@@ -41,6 +44,14 @@ class Trackers:
                 tracker.finish()
             except Exception as error:
                 self._warn(f"`run.trackers: {name}` could not be closed: {error}")
+
+
+def _list_answers(row: Mapping[str, Any]) -> dict[str, str]:
+    """Prompt and answer of each sample of a line."""
+    return {
+        f"sample_{number}": f"{sample['prompt']}\n---\n{sample['completion']}"
+        for number, sample in enumerate(row.get("samples", ()), 1)
+    }
 
 
 def _is_number(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -69,6 +70,17 @@ def evaluate_held_out(
         figures = metrics.compute(predicted, session.ranks)
         found |= {f"{PREFIX}{name}": value for name, value in figures.items()}
     return found
+
+
+def sample_answers(session: Session, built: Built, step: int) -> dict[str, Any]:
+    """Answers to a few held-out prompts, at every `run.sample_every`th evaluation and the last."""
+    number = step // session.every(session.cadence.evaluate_every)
+    due = step == session.recipe.steps or number % session.cadence.sample_every == 0
+    if session.samples is None or not due:
+        return {}
+    found = session.samples.answer(built, session.meter.marking())
+    session.compare()
+    return {"samples": found}
 
 
 def name_all_rewards(session: Session, sums: torch.Tensor, count: int) -> dict[str, float]:

@@ -53,6 +53,7 @@ from memfit.train.distributed.ranks import MoreRanks, Ranks, explained_loss
 from memfit.train.habits.callbacks import Callbacks
 from memfit.train.habits.continuing import describe_continuation
 from memfit.train.habits.metrics import Metrics, check_metrics
+from memfit.train.habits.samples import check_samples, choose_samples
 from memfit.train.habits.stopping import check_best, read_evaluations
 from memfit.train.habits.trackers import open_trackers
 from memfit.train.measure.counters import (
@@ -74,7 +75,12 @@ from memfit.train.rl.online import (
 )
 from memfit.train.rl.rehearsal import rehearse
 from memfit.train.run.certified import find_excess, find_other_version
-from memfit.train.run.evaluation import evaluate_held_out, evaluate_rounding, name_all_rewards
+from memfit.train.run.evaluation import (
+    evaluate_held_out,
+    evaluate_rounding,
+    name_all_rewards,
+    sample_answers,
+)
 from memfit.train.run.guard import Interrupts, explained_out_of_memory, locked
 from memfit.train.run.logs import Log, read_log
 from memfit.train.run.oom_report import describe_shortage, find_alive
@@ -154,6 +160,7 @@ def train(
         cadence = cadence or Cadence(**msgspec.structs.asdict(request.run))
         check_best(recipe, cadence, held_out=data.held_out is not None)
         check_metrics(recipe, cadence.metrics, held_out=data.held_out is not None)
+        check_samples(recipe, cadence, held_out=data.held_out is not None)
         training, held_out = build_samplers(request, recipe, data, ranks.rank)
         bounds = training.bounds()
         held_out_bounds = held_out.bounds_once() if held_out else None
@@ -182,10 +189,7 @@ def train(
             continued=list(before.continued) if before else [],
         )
         _note_before(session, before)
-        session.metrics = Metrics(cadence.metrics, cadence.best_by, session.warn)
-        if held_out is not None and session.metrics:
-            session.metrics.rehearse(next(held_out.all_once()).labels)
-        session.callbacks = Callbacks(cadence.callbacks if first else (), folder, session.warn)
+        _open_habits(session)
         for text in (*lost, *ranks.notes, *_find_other_rewards(session, before)):
             session.warn(text)
         _warn_of_verdict(session)
@@ -193,6 +197,21 @@ def train(
             session.progress.note(note)
         with explained_loss():
             return _run(session, predicted_seconds)
+
+
+def _open_habits(session: Session) -> None:
+    """The user's own functions and the prompts that are answered, all of which may be refused."""
+    cadence, held_out, bounds = session.cadence, session.held_out, session.held_out_bounds
+    first = session.ranks.rank == 0
+    session.callbacks = Callbacks(cadence.callbacks if first else (), session.folder, session.warn)
+    session.metrics = Metrics(cadence.metrics, cadence.best_by, session.warn)
+    if held_out is None or bounds is None:
+        return
+    if session.metrics:
+        session.metrics.rehearse(next(held_out.all_once()).labels)
+    if cadence.samples:
+        tokenizer = session.data.tokenizer
+        session.samples = choose_samples(held_out.corpus, cadence, bounds, tokenizer)
 
 
 def _note_before(session: Session, before: Run | None) -> None:
@@ -441,6 +460,7 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
         tokens = session.cadence.evaluate_tokens if last else evaluation_tokens(session)
         started = time.perf_counter()
         row |= evaluate_held_out(session, built, session.held_out, tokens, session.metrics)
+        row |= sample_answers(session, built, step)
         session.beside.note_evaluation(time.perf_counter() - started, last=last)
     log.write(row)
     session.progress.show(

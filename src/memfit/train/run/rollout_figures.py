@@ -79,8 +79,9 @@ def _measure_held_out(rows: Rows) -> dict[str, Measurement]:
 
 
 def show_answers(rows: Rows) -> tuple[Answer, ...]:
-    """Those that the log has of the first rollout and of the last one."""
-    some = [rows[0], rows[-1]] if len(rows) > 1 else rows
+    """Those that the log has of the first time that answers were sampled, and of the last one."""
+    having = [row for row in rows if row.get("samples")]
+    some = [having[0], having[-1]] if len(having) > 1 else having
     return tuple(
         Answer(
             step=row["step"], prompt=_text_of(sample["prompt"]),

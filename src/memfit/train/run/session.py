@@ -27,6 +27,7 @@ from memfit.train.distributed.ranks import Ranks
 from memfit.train.distributed.stragglers import Waiting
 from memfit.train.habits.callbacks import Callbacks
 from memfit.train.habits.metrics import Metrics
+from memfit.train.habits.samples import Samples
 from memfit.train.habits.stopping import PREFIX, Judged, judge
 from memfit.train.habits.time_left import Due, TimeBeside
 from memfit.train.measure.counters import Meter, time_measurements
@@ -92,6 +93,7 @@ class Session:
     outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
     callbacks: Callbacks = field(init=False)  # the user's own, or of other packages
     metrics: Metrics = field(init=False)  # the same
+    samples: Samples | None = None  # prompts that are answered while it trains
     beside: TimeBeside = field(init=False)
     watcher: Watcher = field(init=False)
     waiting: Waiting = field(init=False)

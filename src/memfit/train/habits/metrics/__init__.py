@@ -179,11 +179,14 @@ def check_metrics(recipe: Recipe, names: Sequence[str], *, held_out: bool) -> No
             " predicts none of its held-out rows",
             hint="leave it out: an evaluation has figures of its own, such as `reward_accuracy`",
         )
-    cut = {axis: getattr(recipe.parallel, axis) for axis in ("tp", "cp", "pp")}
-    for axis, size in cut.items():
-        if size > 1:
+    refuse_cut_logits(recipe, f"`{KEY}: [{shown}]`")
+
+
+def refuse_cut_logits(recipe: Recipe, key: str) -> None:
+    """Raise InvalidRequest where no rank has all logits of a row."""
+    for axis in ("tp", "cp", "pp"):
+        if (size := getattr(recipe.parallel, axis)) > 1:
             raise InvalidRequest(
-                f"`{KEY}: [{shown}]`: with `parallel.{axis}: {size}` no rank has the logits of"
-                " whole rows",
-                hint=f"use `parallel.{axis}: 1`, or evaluate the saved checkpoints beside the run",
+                f"{key}: with `parallel.{axis}: {size}` no rank has the logits of whole rows",
+                hint=f"use `parallel.{axis}: 1`, or leave it out and look at saved checkpoints",
             )
