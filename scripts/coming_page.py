@@ -110,8 +110,6 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         alike(3, "save_total_limit"),
         alike("eval_loss", "metric_for_best_model"),
         alike(False, "greater_is_better"),
-        Row(4, axolotl="eval_table_size"),
-        Row(64, axolotl="eval_max_new_tokens"),
         Row(True, "load_best_model_at_end", "load_best_model_at_end", "load_best_model_at_end"),
         Row(3, axolotl="early_stopping_patience", llamafactory="early_stopping_steps"),
     ),

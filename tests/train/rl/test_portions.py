@@ -18,8 +18,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.records.request import Request, Task
 from memfit.train.data.mixture import BLOCK
 from memfit.train.data.prepare import build_samplers, find_lengths, read_data
-from memfit.train.rl.portions import Portion, choose_of_portions
-from memfit.train.rl.prompts import Prompts, count_steps
+from memfit.train.rl.prompts import Portion, Prompts, choose_of_portions, count_steps
 from memfit.train.rl.rollout import Prompt
 from memfit.train.run.logs import read_log
 

@@ -20,8 +20,7 @@ from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, Summary, iterate
-from memfit.train.rl.portions import choose_of_portions
-from memfit.train.rl.prompts import PromptRows
+from memfit.train.rl.prompts import PromptRows, choose_of_portions
 from memfit.train.rl.rollout import Sampling, find_truncated, judge_answers
 from memfit.train.rl.sampling import answer_greedily, sample_in_slots
 from memfit.train.run.session import WATCHED_FIRST, Session

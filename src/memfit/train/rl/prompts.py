@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
@@ -20,15 +22,23 @@ from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import Rollout
 from memfit.records.shapes import RowBounds, bounds_of
 from memfit.train.data.conversations import read_messages
+from memfit.train.data.mixture import Turns
 from memfit.train.data.readers import Sources
 from memfit.train.data.shards.split import read_rows
 from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.data.tokens import choose_held_out
-from memfit.train.rl.portions import Portion, describe, keep_portions
-from memfit.train.rl.rollout import COLUMN_OF_PROMPTS, Prompt, keep_short
+from memfit.train.rl.rollout import COLUMN_OF_PROMPTS, Prompt, keep_short, order_rows
 
 FORMAT = 1  # part of the digest: another way to tokenise is other data
 OURS = ("prompts", "completions", "completion_ids", "max_completion_length")  # names of arguments
+
+
+class Portion(NamedTuple):
+    """The prompts of one data set, which stand one after the other among all."""
+
+    name: str
+    share: float  # of the prompts that are answered
+    size: int
 
 
 class Prompts(NamedTuple):
@@ -53,7 +63,7 @@ class PromptRows:
         short, long = keep_short(prompts.prompts, recipe.rollout)
         self.prompts, self.notes = tuple(short), prompts.notes
         self.portions = keep_portions(prompts.prompts, prompts.parts, recipe.rollout)
-        self.notes += tuple(describe(portion) for portion in self.portions)
+        self.notes += tuple(describe_portion(portion) for portion in self.portions)
         self.held_out = self._read_held_out(held_out, recipe)
         self._recipe = recipe
         if long:
@@ -99,6 +109,51 @@ def read_prompts(sources: Sources, tokenizer: Tokenizer) -> Prompts:
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     found = (_read(record, place, tokenizer) for place, record in read_rows(sources))
     return Prompts(tuple(found), digest, sources.notes)
+
+
+def keep_portions(
+    prompts: Sequence[Prompt], parts: Sequence[Portion], rollout: Rollout
+) -> tuple[Portion, ...]:
+    """The same of the prompts that are short enough. Raises InvalidRequest where one has none."""
+    found, first = [], 0
+    for part in parts:
+        short, _ = keep_short(prompts[first : first + part.size], rollout)
+        first += part.size
+        if not short:
+            raise InvalidRequest(
+                f"`{part.name}` has no prompt of at most {rollout.max_prompt_length} tokens, of"
+                f" {part.size}",
+                hint="use a longer `rollout.max_prompt_length`, or leave it out of `task.data`",
+            )
+        found.append(part._replace(size=len(short)))
+    return tuple(found)
+
+
+def describe_portion(portion: Portion) -> str:
+    """What the user should know of a data set."""
+    return f"{portion.share:.1%} of the prompts are of `{portion.name}`, which has {portion.size:,}"
+
+
+def choose_of_portions(
+    portions: Sequence[Portion], groups: int, seed: int, iteration: int, attempt: int
+) -> list[int]:
+    """Rows of the data for a rollout: each data set's own epochs in orders drawn from the seed.
+
+    Which data set a prompt is of is a matter of blocks with exact shares, as for rows of text. See
+    `choose_prompts`.
+    """
+    units = np.arange(iteration * groups, (iteration + 1) * groups)
+    sources, numbers = Turns([p.share for p in portions], seed).find(units)
+    begins = [0, *accumulate(p.size for p in portions)]
+    if attempt:  # any rows, of the same data sets
+        numbers = np.array([(sources[:at] == s).sum() for at, s in enumerate(sources)])
+    rows = []
+    for source, number in zip(sources.tolist(), numbers.tolist(), strict=True):
+        count = portions[source].size
+        epoch, place = divmod(number, count)
+        facts = (iteration, attempt, source, epoch) if attempt else (epoch, source)
+        rows.append(begins[source] + order_rows(count, seed, *facts)[place])
+    return rows
 
 
 def join_prompts(parts: Sequence[tuple[Part, Prompts]]) -> Prompts:
