@@ -127,6 +127,98 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
 }
 
 
+class Habit(NamedTuple):
+    """What fine-tuners do around the steps, held to the code of a library that they know."""
+
+    name: str
+    key: str  # of a request
+    theirs: str  # what is run beside it
+    test: str  # of tests/: file and function
+
+
+_STOPPING = "train/habits/test_stopping.py"
+_LOOP = "train/test_loop.py"
+HABITS = (
+    Habit("evaluation interval", "run.evaluate_every", "transformers: `TrainerState.compute_steps`",
+          f"{_STOPPING}::test_intervals_are_counted_as_transformers_does"),
+    Habit("save interval", "run.save_every", "transformers: `TrainerState.compute_steps`",
+          f"{_STOPPING}::test_intervals_are_counted_as_transformers_does"),
+    Habit("checkpoints that stay", "run.keep", "transformers: `rotate_checkpoints`",
+          f"{_STOPPING}::test_the_checkpoints_that_stay_are_transformers_own"),
+    Habit("best checkpoint by a figure", "run.best_by",
+          "transformers: `Trainer._determine_best_metric`",
+          f"{_STOPPING}::test_the_best_and_the_stop_are_transformers_own"),
+    Habit("early stopping", "run.patience", "transformers: `EarlyStoppingCallback`",
+          f"{_STOPPING}::test_the_best_and_the_stop_are_transformers_own"),
+    Habit("figures of one's own", "run.metrics",
+          "transformers: `Trainer(compute_metrics, preprocess_logits_for_metrics)`",
+          "train/habits/test_metrics.py::test_figures_are_those_of_transformers_trainer"),
+    Habit("callbacks that end a run", "run.callbacks",
+          "transformers: `TrainerCallback`, `control.should_training_stop`",
+          "train/habits/test_callbacks.py::test_a_callback_ends_the_run_where_transformers_ends_it"),
+    Habit("answers while a model trains", "run.samples", "transformers: `generate`",
+          "train/habits/test_samples.py::test_answers_are_those_of_transformers_generate"),
+    Habit("trackers", "run.trackers", "accelerate: `TensorBoardTracker`",
+          "train/habits/test_trackers.py::test_tensorboard_is_accelerates"),
+    Habit("cosine with a floor", "optimizer.floor",
+          "transformers: `get_cosine_with_min_lr_schedule_with_warmup`",
+          f"{_LOOP}::test_the_schedule_is_transformers_own"),
+    Habit("WSD", "optimizer.decay_ratio", "transformers: `get_wsd_schedule`",
+          f"{_LOOP}::test_the_schedule_is_transformers_own"),
+    Habit("polynomial schedule", "optimizer.power",
+          "transformers: `get_polynomial_decay_schedule_with_warmup`",
+          f"{_LOOP}::test_the_schedule_is_transformers_own"),
+    Habit("inverse square root", "optimizer.schedule", "transformers: `get_inverse_sqrt_schedule`",
+          f"{_LOOP}::test_the_schedule_is_transformers_own"),
+    Habit("share of warm-up", "optimizer.warmup_ratio",
+          "transformers: `TrainingArguments.get_warmup_steps`",
+          f"{_LOOP}::test_a_share_of_warmup_is_the_trainers"),
+    Habit("more steps, another schedule", "task.steps",
+          "transformers: `get_scheduler` and `load_state_dict`, as `Trainer` resumes",
+          "train/habits/test_continuing.py::"
+          "test_the_schedule_goes_on_as_transformers_trainer_resumes_it"),
+    Habit("groups of weight decay", "optimizer.decays",
+          "transformers: `Trainer.get_decay_parameter_names`",
+          "optimizers/test_groups.py::test_what_decays_is_what_the_trainer_of_transformers_decays"),
+    Habit("LoRA+", "optimizer.lora_plus", "peft: `create_loraplus_optimizer`",
+          "optimizers/test_groups.py::test_the_rates_and_decays_of_lora_plus_are_pefts"),
+    Habit("label smoothing", "regularisation.label_smoothing", "transformers: `LabelSmoother`",
+          "train/habits/test_regularisation.py::"
+          "test_label_smoothing_is_the_trainers_of_transformers"),
+    Habit("NEFTune", "regularisation.neftune_alpha", "transformers: its hook of embeddings",
+          "train/habits/test_regularisation.py::test_the_noise_is_transformers_own"),
+    Habit("validation split", "task.evaluation_share", "datasets: `train_test_split`",
+          "train/habits/test_split.py::test_the_documents_held_out_are_datasets_own"),
+    Habit("several data sets with weights", "task.data", "datasets: `interleave_datasets`",
+          "train/habits/test_mixture.py::test_every_block_has_each_share_to_the_row"),
+    Habit("a chat template of one's own", "task.chat_template",
+          "transformers: `apply_chat_template`",
+          "train/habits/test_chats.py::"
+          "test_a_template_that_is_stated_is_what_transformers_renders"),
+    Habit("masks of answers", "task.learns", "transformers: `apply_chat_template` with its marks",
+          "train/habits/test_chats.py::test_all_answers_the_last_one_or_all_is_learned"),
+    Habit("packing by best fit", "task.packing", "trl: `pack_dataset` (`make neighbours`)",
+          "train/test_packing_against_trl.py::test_rows_and_positions_are_trls_own"),
+    Habit("DoRA", "method", "peft: its layers' forward and gradients",
+          "train/test_methods.py::test_doras_forward_and_gradients_are_pefts"),
+)  # fmt: skip
+
+
+def list_habits() -> str:
+    """The table of what is held to another library's code."""
+    lines = [
+        "## Held to the other trainer's own code", "",
+        f"Each of these {len(HABITS)} habits is a test that runs the other library beside memfit"
+        " and compares: the", "same schedule values, groups, masks, steps and figures.", "",
+        "| habit | here | beside | test |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for habit in HABITS:
+        file, _, name = habit.test.partition("::")
+        test = f"`tests/{file}`, `{name}`"
+        lines.append(f"| {habit.name} | `{habit.key}` | {habit.theirs} | {test} |")
+    return "\n".join([*lines, ""])
+
+
 def describe(row: Row) -> str:
     """What the setting is in a request; all words of a row have one answer."""
     answers = {
@@ -149,4 +241,5 @@ def page() -> str:
             theirs = " | ".join(f"`{word}: {value}`" if word else "" for word in row.words)
             lines.append(f"| {theirs} | {describe(row)} |")
         parts.append("\n".join([*lines, ""]))
+    parts.append(list_habits())
     return "\n".join(parts)

@@ -1,6 +1,8 @@
 """The words of other trainers on their page are words that they have, and that are answered."""
 
+import ast
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -10,11 +12,13 @@ from transformers import TrainingArguments
 from memfit.check import read_files
 from memfit.check.keys import UNKNOWN
 from memfit.core.errors import InvalidRequest
+from memfit.files.request_file import KEYS
 from memfit.records.other_words import WORDS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import coming_page
 
+TESTS = Path(__file__).resolve().parents[1]
 ROWS = [row for rows in coming_page.SECTIONS.values() for row in rows]
 FILES = ("trl.yaml", "axolotl.yaml", "llamafactory.yaml")
 # what tells `memfit check` whose file it is
@@ -57,6 +61,32 @@ def test_the_words_are_the_trainers_own(place, tmp_path):
             continue
         unknown |= {u.key for u in checked.undescribed if u.why == UNKNOWN.why}
     assert unknown == {"no_such_word"}
+
+
+@pytest.mark.parametrize("habit", coming_page.HABITS, ids=lambda habit: habit.name)
+def test_what_is_held_to_another_library_is_run_beside_it(habit):
+    """The test is there, imports the library or calls what is named, and the key is a request's."""
+    name, _, function = habit.test.partition("::")
+    text = (TESTS / name).read_text()
+    tree = ast.parse(text)
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    library = habit.theirs.partition(":")[0]
+    used = {
+        alias.name if isinstance(node, ast.Import) else node.module or ""
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    if library == "trl":  # in an environment of its own: `make neighbours`
+        assert "neighbour_programs" in used
+    else:
+        called = any(f".{word}(" in text for word in re.findall("`([a-z_]+)`", habit.theirs))
+        assert called or library in {module.partition(".")[0] for module in used}
+    assert habit.key in KEYS
+
+
+def test_twenty_habits_are_held_to_others():
+    assert len({habit.name for habit in coming_page.HABITS}) == len(coming_page.HABITS) >= 20
 
 
 def test_words_of_transformers_are_its_arguments():
