@@ -40,7 +40,7 @@ def peaks(recipe, device, shapes, evaluation) -> tuple[dict, int]:
         (H100, "flash"),
         pytest.param(H100, "efficient", marks=pytest.mark.slow),
         pytest.param(H100, "math", marks=[pytest.mark.slow, pytest.mark.wide]),
-        pytest.param(CPU, "flash", marks=pytest.mark.slow),
+        pytest.param(CPU, "flash", marks=[pytest.mark.slow, pytest.mark.wide]),
         pytest.param(CPU, "math", marks=pytest.mark.slow),
     ],
 )

@@ -66,7 +66,8 @@ def test_a_run_that_imports_more_has_a_figure_of_its_own(place, measured, more):
     assert measure() == 1001
 
 
-@pytest.mark.parametrize("switch", ["", "1"])
+# what a switch turns off is asked without a process below, too
+@pytest.mark.parametrize("switch", ["", pytest.param("1", marks=pytest.mark.wide)])
 def test_a_process_beside_this_one_measures(place, monkeypatch, switch):
     """It answers as often as it is asked, and what it found is kept where anything is."""
     monkeypatch.setenv(cache.SWITCH, switch)

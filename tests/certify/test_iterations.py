@@ -25,14 +25,14 @@ from memfit.train.rl.rehearsal import Constant
 from memfit.train.rl.rollout import Prompt, Sampling
 from memfit.train.rl.sampling import answer_greedily, sample_in_slots
 
-ROLLOUT = Rollout(num_generations=2, max_prompt_length=20, max_completion_length=28, rows=3)
+ROLLOUT = Rollout(num_generations=2, max_prompt_length=20, max_completion_length=16, rows=3)
 REWARD = RewardSettings(funcs=("number", "format"))
 LORA = {"method": "lora"}
 MIXED = {"precision": "bf16-mixed"}
 CHUNKED = {"loss": "chunked", "loss_chunk": 20}
 KL = Policy(beta=0.1)
 TWICE = Policy(num_iterations=2)
-SHORT = {"max_completion_length": 10}  # what steps of a long answer add is llama's to show
+SHORT = {"max_completion_length": 6}  # what steps of a long answer add is llama's to show
 PPO, ALONE = Policy(beta=0.05, num_iterations=2), {"num_generations": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -114,8 +114,8 @@ def test_every_phase_holds_the_same_bytes_real_and_fake(
 ):
     rollout = replace(ROLLOUT, **({} if family == "llama" else SHORT), **slots)
     recipe = make_recipe(
-        family, config=CONFIGS[family] | config, accumulation=4, objective=objective,
-        sequence_length=rollout.width, **changes,
+        family, config=CONFIGS[family] | config, accumulation=4 if family == "llama" else 2,
+        objective=objective, sequence_length=rollout.width, **changes,
     )  # fmt: skip
     recipe = replace(recipe, rollout=rollout, policy=policy, reward=REWARD)
     fake = trace_iterations(recipe, CPU)
@@ -129,15 +129,20 @@ def test_every_phase_holds_the_same_bytes_real_and_fake(
 
 def test_a_certificate_has_the_phases_and_wants_segments_that_expand():
     recipe = make_recipe(
-        "llama", accumulation=2, objective="grpo", rollout=ROLLOUT, reward=REWARD, attention="math"
-    )
+        "llama", accumulation=2, objective="grpo", rollout=ROLLOUT, reward=REWARD, attention="math",
+        sequence_length=ROLLOUT.width,
+    )  # fmt: skip
     verdicts = []
     for allocator in ("", "expandable_segments:True"):
         made = make_certificate(replace(recipe, allocator=allocator), H100, H100.memory, None)
         verdicts.append(made.memory.verdict)
         assert list(made.phases)[:4] == ["load", "prefill", "decode", "first_step"]
         bytes_of_slots = cache_bytes(
-            read_model(recipe.model).architecture, rows=3, tokens=48, dtype="float32", spare=20
+            read_model(recipe.model).architecture,
+            rows=3,
+            tokens=ROLLOUT.width,
+            dtype="float32",
+            spare=20,
         )
         for phase in (Phase.PREFILL, Phase.DECODE):
             assert made.ledger.by_kind(phase)[Kind.KV_CACHE] == bytes_of_slots
@@ -150,17 +155,19 @@ def test_a_certificate_has_the_phases_and_wants_segments_that_expand():
     ("rows", "group"), [(3, 2), pytest.param(5, 4, marks=pytest.mark.wide), (0, 3)]
 )
 def test_answers_of_any_lengths_hold_no_more_than_the_trace(rows, group):
-    """Prompts of 1 to 20 tokens and answers of 1 to 28, so that slots are refilled one by one."""
+    """Prompts of 1 to 20 tokens and answers of 1 to 16, so that slots are refilled one by one."""
     random = torch.Generator().manual_seed(1)
     policy = Policy(beta=0.1, num_iterations=2)
-    recipe = make_recipe("llama", method="lora", accumulation=6, objective="grpo")
     rollout = replace(ROLLOUT, rows=rows, num_generations=group)
+    recipe = make_recipe(
+        "llama", method="lora", accumulation=6, objective="grpo", sequence_length=rollout.width
+    )
     recipe = replace(recipe, rollout=rollout, policy=policy, reward=REWARD)
     fake = trace_iterations(recipe, CPU)
     asked = []
-    for _ in range(3):
+    for _ in range(2):
         lengths = torch.randint(1, 21, (12,), generator=random).tolist()
-        limits = torch.randint(1, 29, (12,), generator=random).tolist()
+        limits = torch.randint(1, 17, (12,), generator=random).tolist()
         asked.append((lengths, tuple(limits)))
     real = watch_real(recipe, asked)
     rollout_phases = {Phase.PREFILL, Phase.DECODE, Phase.SCORE, Phase.REFERENCE}
@@ -171,10 +178,13 @@ def test_answers_of_any_lengths_hold_no_more_than_the_trace(rows, group):
 
 def test_held_out_prompts_are_answered_within_what_a_rollout_holds():
     """As many rows are in flight, and no more prompts are read at once; sampling holds more."""
-    recipe = make_recipe("llama", method="lora", accumulation=6, objective="grpo")
+    width = replace(ROLLOUT, **SHORT).width
+    recipe = make_recipe(
+        "llama", method="lora", accumulation=6, objective="grpo", sequence_length=width
+    )
     for rows, group in ((3, 2), (8, 4), (0, 3)):
-        rollout = replace(ROLLOUT, rows=rows, num_generations=group)
-        recipe = replace(recipe, rollout=rollout, policy=KL, reward=REWARD)
+        rollout = replace(ROLLOUT, rows=rows, num_generations=group, **SHORT)
+        recipe = replace(recipe, rollout=rollout, policy=Policy(), reward=REWARD)
         fake = trace_iterations(recipe, CPU)
         built, live = build_watched(recipe)
         prompts = [[3] * (20 - n % 3) for n in range(17)]

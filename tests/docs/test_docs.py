@@ -45,7 +45,7 @@ def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("certified_here")
+@pytest.mark.usefixtures("certified_here", "without_levers")
 def test_the_quick_start_trains_and_reports(tmp_path, monkeypatch):
     page = DOCS / "quickstart.md"
     (request,) = blocks(page.read_text(), "yaml")
@@ -61,7 +61,7 @@ def test_the_quick_start_trains_and_reports(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("certified_here")
+@pytest.mark.usefixtures("certified_here", "without_levers")
 def test_the_page_on_objectives_learns_from_rewards(tmp_path, monkeypatch):
     """Of its 200 iterations the first four; its request is the recipe's, whose data is made so."""
     text = (DOCS / "objectives.md").read_text()

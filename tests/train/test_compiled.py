@@ -226,10 +226,10 @@ def unrefused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("eager_backend", "unrefused")
 def test_documents_of_other_lengths_are_still_compiled_anew():
     built = make_built(make_recipe(compile="blocks", packing=True))
-    for lengths in ([10, 6], [5, 4, 7], [3, 2, 5, 6]):
+    for lengths in ([10, 6], [5, 4, 7]):
         batch = dataclasses.replace(make_batch(), documents=[lengths, lengths])
         step(built, [batch], targets_of(batch))
-    assert counters["stats"]["unique_graphs"] == 3
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.usefixtures("eager_backend")

@@ -171,6 +171,16 @@ def alone(runs):
 
 
 @pytest.fixture(scope="module")
+def even_alone(runs):
+    return runs.whole("even alone", even=True)
+
+
+@pytest.fixture(scope="module")
+def deep_alone(runs):
+    return runs.whole("deep alone", **DEEP)
+
+
+@pytest.fixture(scope="module")
 def sharded(runs):
     """12 steps on two ranks, which nothing interrupts."""
     return runs.whole("whole", parallel=SHARDS, steps=12)
@@ -236,16 +246,30 @@ def padded(recipe, rank):
 
 
 @pytest.mark.slow
-def test_ranks_that_share_products_learn_what_one_process_learns_and_move(runs):
-    """On 2 ranks; and from 2 x 2 to 2 without shared products, to 2 with them."""
-    alone = runs.whole("even alone", even=True)
+def test_ranks_that_share_products_learn_what_one_process_learns(runs, even_alone):
     run = runs.whole("products", parallel=PRODUCTS, micro_batch=4, even=True)
-    same_learning(runs, "products", run, alone, "even alone")
+    same_learning(runs, "products", run, even_alone, "even alone")
     held_to_certificates(runs, run, PRODUCTS, 4, even=True)
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_layouts(runs, even_alone):
+    """From 2 stages of 2 shards to 2 ranks that share products, to 2 stages."""
+    order = {"even": True, "steps": 6, "micro_batch": 2}
+    stop(runs, "changed", 2, parallel={"pp": 2, "dp_shard": 2}, **order | {"micro_batch": 1})
+    stop(runs, "changed", 4, parallel=PRODUCTS, **order)
+    moved = runs.whole("changed", parallel={"pp": 2}, **order)
+    same_learning(runs, "changed", moved, even_alone, "even alone")
+
+
+@pytest.mark.slow
+@pytest.mark.wide  # the test before moves a run to and from each kind of layout
+def test_ranks_that_share_products_move(runs, even_alone):
+    """From 2 x 2 to 2 without shared products, to 2 with them."""
     stop(runs, "moved products", 2, parallel={**SHARDS, **PRODUCTS}, steps=6, even=True)
     stop(runs, "moved products", 4, parallel=SHARDS, steps=6, even=True)
     moved = runs.whole("moved products", parallel=PRODUCTS, steps=6, even=True)
-    same_learning(runs, "moved products", moved, alone, "even alone")
+    same_learning(runs, "moved products", moved, even_alone, "even alone")
 
 
 @pytest.mark.slow
@@ -261,19 +285,27 @@ def test_ranks_that_share_rows_learn_what_one_process_learns_and_move(runs):
     same_learning(runs, "moved rows", moved, alone, "rows alone")
 
 
+DEEP = {"config": {"num_hidden_layers": 5}, "steps": 6}
+
+
 @pytest.mark.slow
-def test_stages_learn_what_one_process_learns_and_move(runs):
-    """On 2 ranks, interleaved; and from 2 stages of 2 shards to 2 shards, to 2 stages."""
-    order = {"config": {"num_hidden_layers": 5}, "steps": 6}
-    alone = runs.whole("deep alone", **order)
+def test_stages_learn_what_one_process_learns(runs, deep_alone):
+    """On 2 ranks, interleaved."""
     chunks = {"pp": 2, "virtual_pp": 2}
-    run = runs.whole("stages", parallel=chunks, micro_batch=2, **order)
-    same_learning(runs, "stages", run, alone, "deep alone")
-    held_to_certificates(runs, run, chunks, 2, **order)
+    run = runs.whole("stages", parallel=chunks, micro_batch=2, **DEEP)
+    same_learning(runs, "stages", run, deep_alone, "deep alone")
+    held_to_certificates(runs, run, chunks, 2, **DEEP)
+
+
+@pytest.mark.slow
+@pytest.mark.wide  # as above
+def test_stages_move(runs, deep_alone):
+    """From 2 stages of 2 shards to 2 shards, to 2 stages."""
+    order = DEEP
     stop(runs, "moved stages", 1, parallel={"pp": 2, "dp_shard": 2}, micro_batch=1, **order)
     stop(runs, "moved stages", 3, parallel=SHARDS, **order)
     moved = runs.whole("moved stages", parallel={"pp": 2}, micro_batch=2, **order)
-    same_learning(runs, "moved stages", moved, alone, "deep alone")
+    same_learning(runs, "moved stages", moved, deep_alone, "deep alone")
 
 
 @pytest.mark.slow
