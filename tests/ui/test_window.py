@@ -12,21 +12,31 @@ from memfit.screens.widgets.memory import parts_of
 from typed_commands import quick
 
 
+def plan_small(**asked):
+    """What the page plans of SMALL; of its levers no test here reads anything."""
+    return api.plan(api.read("pythia-70m", device="rtx-4090", **asked), levers=False)
+
+
 def show_of(page, plan):
-    """That the page says of a plan what the terminal says of it."""
-    assert page.text_content("#verdict").startswith(
+    """That the page says of a plan what the terminal says of it; the page is read at once."""
+    verdict, kinds, seconds, tokens, usd, whole = page.evaluate("""() => {
+        const said = (place) => document.querySelector(place).textContent
+        return [
+            said('#verdict'),
+            [...document.querySelectorAll('.reasons details')].map(d =>
+                [d.id.slice(5), d.querySelector('[data-bytes]').textContent]),
+            said('#step-seconds b'), said('#tokens-per-second b'), said('#usd b'), said('main'),
+        ]
+    }""")
+    assert verdict.startswith(
         {"fits": "FITS", "at_risk": "TIGHT", "does_not_fit": "DOES NOT FIT"}[plan.memory.verdict]
     )
-    shown = dict(page.evaluate(
-        "[...document.querySelectorAll('.reasons details')].map(d =>"
-        " [d.id.slice(5), d.querySelector('[data-bytes]').textContent])"
-    ))  # fmt: skip
-    assert shown == {kind: units.show_bytes(n) for kind, n in parts_of(plan.memory)}
+    assert dict(kinds) == {kind: units.show_bytes(n) for kind, n in parts_of(plan.memory)}
     told = dict(time_rows(plan.time, plan.cost, plan.recipe.steps))
-    assert page.text_content("#step-seconds b") == told["one step"].split(" (")[0]
-    assert page.text_content("#tokens-per-second b") == told["tokens/s"]
-    assert page.text_content("#usd b") == told["cost"].split(", ")[0]
-    assert plan.recipe_digest in page.text_content("main")
+    assert seconds == told["one step"].split(" (")[0]
+    assert tokens == told["tokens/s"]
+    assert usd == told["cost"].split(", ")[0]
+    assert plan.recipe_digest in whole
 
 
 def test_a_newcomer_gets_from_the_first_look_to_a_plan_that_certify_accepts(
@@ -82,9 +92,8 @@ def test_by_keyboard_alone_a_slider_gives_what_the_command_line_prints(browser, 
         rest(page)
         asked = page.text_content("#command").splitlines()[0]
         assert asked == ("memfit plan pythia-70m --device rtx-4090 --set task.sequence_length=1024")
-        show_of(page, api.plan(
-            api.read("pythia-70m", device="rtx-4090", changes={"task.sequence_length": 1024})
-        ))  # fmt: skip
+        changes = {"task.sequence_length": 1024}
+        show_of(page, plan_small(changes=changes))
         for _ in range(40):  # on to the reasons, past the other controls
             page.keyboard.press("Tab")
             if (
@@ -111,7 +120,7 @@ def test_dragging_shows_each_stop_and_ends_at_the_last(browser, server):
         page.mouse.up()
         rest(page)
         value = page.text_content("output[for='slider-limits.memory']")
-        plan = api.plan(api.read("pythia-70m", device="rtx-4090", memory=value))
+        plan = plan_small(memory=value)
         show_of(page, plan)
         assert plan.memory.usable == units.parse_bytes(value)
 
@@ -137,7 +146,7 @@ def test_a_page_at_rest_has_the_stops_beside_its_sliders(browser, server):
         rest(page)
         assert drafts.count(ahead) == 1
         changes = {"task.sequence_length": 768}
-        show_of(page, api.plan(api.read("pythia-70m", device="rtx-4090", changes=changes)))
+        show_of(page, plan_small(changes=changes))
 
 
 def test_explore_never_says_the_verdict_of_what_was_asked_before(browser, server):
@@ -187,8 +196,8 @@ def test_errors_are_the_command_lines_own(browser, server, keys, arguments):
     _, _, errors = quick("plan", *arguments)
     with opened(browser, server, f"plan?{keys}") as page:
         page.wait_for_selector(".trouble")
-        said = [line.text_content().strip() for line in page.query_selector_all(".trouble p")]
-        assert said == errors.strip().splitlines()
+        said = page.locator(".trouble p").all_text_contents()
+        assert [line.strip() for line in said] == errors.strip().splitlines()
         assert page.text_content("#verdict") == "NO PLAN"
 
 
