@@ -79,8 +79,6 @@ def _cell(technique: str, axis: str, cells: Any, reasons: dict[str, int]) -> str
         return _note("ours", cells.ON_ONE_DEVICE[technique], reasons)
     if axis in cells.TRAINED[technique]:
         return "yes"
-    if (technique, axis) in cells.OTHERWISE:
-        return _note("ours", cells.OTHERWISE[technique, axis], reasons)
     refused = cells.refusal(cells.make_cell(technique, axis))
     return _note("ours", re.sub(ASKED, "", refused), reasons)
 

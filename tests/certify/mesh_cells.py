@@ -90,19 +90,18 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 
 
 EVERY = tuple(AXES)
-WEIGHTS = ("FSDP2", "copies")  # axes that cut weights and rows, and nothing within a row
 TRAINED: dict[str, tuple[str, ...]] = {
     "LoRA": EVERY,
     "DoRA": ("FSDP2", "copies", "cp", "pp"),
     "LoRA+": EVERY,
     "LoRA over nf4": ("FSDP2", "copies", "cp", "pp"),
     "LoRA over int8": ("FSDP2", "copies", "cp", "pp"),
-    "DPO, adapter off": (*WEIGHTS, "tp"),
-    "DPO, reference before": (*WEIGHTS, "tp", "pp"),
-    "SimPO": (*WEIGHTS, "tp", "pp"),
-    "ORPO": (*WEIGHTS, "tp", "pp"),
-    "reward model": WEIGHTS,
-    "KTO": (),
+    "DPO, adapter off": EVERY,
+    "DPO, reference before": EVERY,
+    "SimPO": EVERY,
+    "ORPO": EVERY,
+    "reward model": ("FSDP2", "copies", "cp", "pp"),
+    "KTO": EVERY,
     "AdamW in 8 bits": EVERY,
     "Muon": (),
     "Adafactor": (),
@@ -110,19 +109,14 @@ TRAINED: dict[str, tuple[str, ...]] = {
     "QAT": ("FSDP2", "copies", "cp", "pp"),
     "fp8": (),
     "compiled blocks": ("FSDP2", "copies", "pp"),
-    "label smoothing, z-loss": ("FSDP2", "copies", "cp", "pp"),
-    "NEFTune": (),
+    "label smoothing, z-loss": EVERY,
+    "NEFTune": EVERY,
 }  # fmt: skip
 """On which axes each technique trains: what a test holds to one process."""
 NOT_OURS = {
     "Adafactor": "torch's DTensor cannot run the operators of its Adafactor",
 }
 """Techniques that torch itself does not have on any axis, and why."""
-OTHERWISE = {
-    ("NEFTune", axis): "each rank draws noise of its own, so that losses are not one process's"
-    for axis in ("FSDP2", "copies", "pp")
-}
-"""Cells that are accepted and train, but to other losses than one process's."""
 ON_ONE_DEVICE = {
     "GRPO, RLOO": "each rank would have to sample groups of its own, which is not built",
 }

@@ -73,6 +73,7 @@ def assert_as_one_process(recipe: Recipe, ranks: Answers) -> None:
     want = alone(recipe)
     exact = recipe.precision == "fp32"
     close = {"rtol": 1e-5, "atol": 1e-6} if exact else {"rtol": 0.1, "atol": 0.02}
+    atol = 5 * close["atol"] if exact else close["atol"]
     each = recipe.parallel.world // recipe.parallel.pp
     # those that share products have one loss, and so have stages
     apart = ranks[-each :: recipe.parallel.tp]
@@ -80,7 +81,8 @@ def assert_as_one_process(recipe: Recipe, ranks: Answers) -> None:
     torch.testing.assert_close(losses, torch.tensor(want["losses"]), **close)
     if recipe.compares:
         sums = torch.tensor([rank["rewards"] for rank in apart]).sum(0)
-        torch.testing.assert_close(sums, torch.tensor(want["rewards"]), **close)
+        # differences of sums of some hundred nats
+        torch.testing.assert_close(sums, torch.tensor(want["rewards"]), **close | {"atol": atol})
     if recipe.optimizer.clip_norm:
         for rank in ranks:
             norms = torch.tensor([rank["norms"], want["norms"]])

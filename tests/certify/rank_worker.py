@@ -89,14 +89,25 @@ def batch_of(
     reference = context = rated = None
     if recipe.preference.reference == "precomputed":
         reference = torch.linspace(-60, -50, len(tokens))[here].contiguous()
+        if recipe.rates:  # near the policy's, and above those of other answers: no baseline of 0
+            reference, below = reference - 120, reference - 130
+    if recipe.scores:  # rows end on different ranks of those that share their tokens
+        ends = torch.arange(len(tokens)) * 7 % tokens.shape[1]
+        labels = torch.full_like(labels, -100).scatter_(1, ends[:, None], 1)
     if recipe.learns == "conversations":
         whole = torch.full_like(labels, -100)
         whole[::2, :5] = tokens.roll(-1, dims=1)[::2, :5]
         labels = labels.clone()
         labels[:, :5] = -100
-        context = whole[here].contiguous()
+        context = whole[here]
+        context = context[:, columns].contiguous()
     if recipe.rates:
         rated = RatedBatch((torch.arange(len(tokens)) % 3 == 0)[here].contiguous())
+        if recipe.mismatches:
+            others = (x.roll(1, 0)[here][:, columns].contiguous() for x in (tokens, labels))
+            rated = RatedBatch(
+                rated.desirable, next(others), next(others), None if reference is None else below
+            )
     return Batch(
         tokens[here][:, columns].contiguous(), labels[here][:, columns].contiguous(), places,
         reference=reference, context=context, beside=77.0, rated=rated,
@@ -140,6 +151,7 @@ def run(recipe: Recipe, rank: int) -> dict[str, Any]:
                    for t, y in zip(tokens, labels, strict=True)]  # fmt: skip
         if recipe.optimizer.in_backward:
             seen.append({})
+        torch.manual_seed(number)  # of noise, which is the same on every mesh
         result = step(built, batches, count(recipe, labels))
         losses.append(result.loss.item())
         rewards.append(None if result.rewards is None else result.rewards.tolist())

@@ -10,7 +10,6 @@ from mesh_cells import (
     AXES,
     CELLS,
     NOT_OURS,
-    OTHERWISE,
     TECHNIQUES,
     TRAINED,
     make_cell,
@@ -34,8 +33,8 @@ WITHIN_BLOCKS = (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE)
 # cells whose parts no other test runs; the rest is of the wide suite
 TOLD = (
     "LoRA on pp", "DoRA on FSDP2", "AdamW in 8 bits on tp", "Lion on pp", "QAT on FSDP2",
-    "label smoothing, z-loss on FSDP2", "LoRA over nf4 on pp", "ORPO on pp",
-    "DPO, adapter off on tp", "compiled blocks on FSDP2",
+    "label smoothing, z-loss on tp", "LoRA over nf4 on pp", "compiled blocks on FSDP2",
+    "SimPO on cp", "reward model on cp", "KTO on FSDP2", "KTO on pp", "NEFTune on tp",
 )  # fmt: skip
 NAMES = [n if n in TOLD else pytest.param(n, marks=pytest.mark.wide) for n in RECIPES]
 
@@ -64,7 +63,8 @@ def test_a_cell_trains_as_one_process_and_holds_what_is_certified_and_predicted(
             if recipe.compile == "blocks" and phase in WITHIN_BLOCKS:  # as on one device
                 assert 0.85 * nbytes < predicted.live(phase) < 1.02 * nbytes, phase
                 continue
-            slack = SCALARS if phase in HOLD_SCALARS else 0
+            of_pairs = recipe.compares and phase is Phase.LOSS  # a few numbers a pair
+            slack = SCALARS if phase in HOLD_SCALARS or of_pairs else 0
             assert predicted.live(phase) == pytest.approx(nbytes, abs=slack), phase
 
 
@@ -75,8 +75,7 @@ def test_a_cell_is_accepted_where_a_test_trains_it_and_refused_elsewhere(
 ) -> None:
     """So that no combination is accepted that nothing has proved."""
     refused = refusal(make_cell(technique, axis))
-    accepted = axis in TRAINED[technique] or (technique, axis) in OTHERWISE
-    assert bool(refused) != accepted, refused
+    assert bool(refused) != (axis in TRAINED[technique]), refused
     if technique in NOT_OURS:
         assert axis not in TRAINED[technique]
 

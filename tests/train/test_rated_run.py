@@ -291,15 +291,19 @@ def test_a_plan_keeps_the_micro_batch_and_is_a_request_again():
     assert half.course == plan.recipe.course
 
 
-def test_a_baseline_on_many_ranks_is_refused():
-    hardware = Hardware(device="h100-sxm", count=2)
-    with pytest.raises(InvalidRequest, match="on 2 ranks: its baseline z0"):
-        api.plan(planned(method="lora", hardware=hardware))
-    free = PreferenceRequest(loss_type="apo_zero_unpaired")
+def test_a_baseline_on_many_ranks_is_that_of_a_micro_batch_of_all_of_them():
     plan = api.plan(
-        planned(method="lora", hardware=hardware, preference=free, micro_batch="auto"), levers=False
+        planned(method="lora", hardware=Hardware(device="h100-sxm", count=2)), levers=False
     )
-    assert plan.recipe.parallel.dp == 2
+    shared = plan.recipe
+    assert shared.parallel.dp == 2
+    alone = replace(
+        shared, parallel=replace(shared.parallel, dp_shard=1, dp_replicate=1),
+        micro_batch=2 * shared.micro_batch,
+    )  # fmt: skip
+    assert shared.course == alone.course
+    less = replace(alone, micro_batch=shared.micro_batch, accumulation=2 * alone.accumulation)
+    assert less.course != alone.course
 
 
 @pytest.mark.parametrize("framework", ["trl", "hf-trainer"])

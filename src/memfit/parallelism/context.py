@@ -67,9 +67,6 @@ def why_no_shared_rows(recipe: Recipe, name: str, a: Architecture) -> tuple[str,
 
 def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, str]]:
     """What of a recipe is not built for such ranks, and what to use instead."""
-    if alpha := recipe.regularisation.neftune_alpha:
-        problem = f"`regularisation.neftune_alpha: {alpha:g}` is scaled by the tokens of whole rows"
-        yield problem, "leave `regularisation.neftune_alpha` out"
     if recipe.packing:
         problem = "`packing: true` keeps documents apart, and torch's ring attends to whole rows"
         yield problem, "use `task.packing: false`"
@@ -87,8 +84,6 @@ def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, 
     if recipe.compile != "none":
         problem = f"`compile: {recipe.compile}` keeps more of torch's ring than is predicted"
         yield problem, "use `compile: none`"
-    if recipe.compares:
-        yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
     if recipe.offload == "activations":
         yield "`offload: activations` is not built for such ranks", "use `offload: none`"
 

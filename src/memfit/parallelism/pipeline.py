@@ -115,11 +115,6 @@ def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, 
     if recipe.method == "freeze":
         problem = "`method: freeze` may leave a stage nothing to train"
         yield problem, f"use `method: full` or `method: lora`, or {OTHERWISE}"
-    if recipe.rates or recipe.scores:
-        yield f"`objective: {recipe.objective}` is not built for stages", f"use {OTHERWISE}"
-    if recipe.references:
-        problem = "the reference of `preference.reference: adapter-off` would be a second forward"
-        yield f"{problem} through all stages", "use `preference.reference: precomputed`"
     if recipe.offload != "none":
         yield f"`offload: {recipe.offload}` is not built for stages", "use `offload: none`"
     if recipe.optimizer.in_backward:

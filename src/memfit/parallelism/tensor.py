@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.families import families_that, find_family
 from memfit.optimizers import find_optimizer, optimizers_that
 from memfit.records.model import Architecture
-from memfit.records.recipe import Parallel, Recipe, Regularisation
+from memfit.records.recipe import Parallel, Recipe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,11 +98,8 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What of a recipe is not built for such ranks, and what to use instead."""
     name = recipe.optimizer.name
     yield from _refused_adapters(recipe)
-    if recipe.rates or recipe.scores:
+    if recipe.scores:
         yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
-    if recipe.regularisation != Regularisation():
-        problem = "`regularisation` takes whole rows of logits and tokens, which are cut"
-        yield problem, "leave `regularisation` out"
     if recipe.compile != "none":
         problem = f"`compile: {recipe.compile}` would take shared products into its graph"
         yield problem, "use `compile: none`"

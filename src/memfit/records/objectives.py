@@ -46,7 +46,6 @@ def check_objective(recipe: Recipe) -> None:
         )
     find_objective(recipe.objective).check(recipe.preference)
     _check_reference(recipe)
-    check_alone(recipe.objective, recipe.preference.loss_type, recipe.parallel.world)
 
 
 def check_baseline(objective: str, micro_batch: int) -> None:
@@ -56,18 +55,6 @@ def check_baseline(objective: str, micro_batch: int) -> None:
             f"`micro_batch: {micro_batch}` under `objective: {objective}`, whose baseline z0 is a"
             " mean over a micro-batch",
             hint="use `micro_batch: 2` or more",
-        )
-
-
-def check_alone(objective: str, loss_type: str, ranks: int) -> None:
-    """Raise InvalidRequest for an objective, or one of its losses, that only one device has."""
-    found = find_objective(objective)
-    if ranks > 1 and found.compares and found.find_loss(loss_type).mismatches:
-        raise InvalidRequest(
-            f"`objective: {objective}` on {ranks} ranks: its baseline z0 would be a mean over the"
-            " rows of all ranks, which no rank has within a micro-batch",
-            hint="use one device, or `preference.loss_type: apo_zero_unpaired`, which has no"
-            " baseline",
         )
 
 

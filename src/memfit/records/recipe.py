@@ -323,8 +323,8 @@ class Recipe(Record, frozen=True, kw_only=True):
         computed alone, such as their ranks, have the same, and go on from each other's checkpoints.
         """
         micro_batch = self.global_batch
-        if self.mismatches:  # over which their mean is taken
-            micro_batch = self.micro_batch
+        if self.mismatches:  # over which, of all ranks, their mean is taken
+            micro_batch = self.micro_batch * self.parallel.dp
         plain = msgspec.structs.replace(
             self,
             optimizer=msgspec.structs.replace(

@@ -63,6 +63,9 @@ class Forward(msgspec.Struct, frozen=True):
     narrow: bool = False  # products of blocks run in FP8
     qat: str = ""  # weights of blocks are rounded to it in each product
     regularisation: Regularisation = Regularisation()
+    # ranks that have parts of a row's tokens between products, where NEFTune's noise is drawn row
+    # after row for all of them; 0 where it is drawn in its place
+    noise_parts: int = 0
     lean: tuple[str, ...] = ()  # operations that keep less, see train/lean
     liger: tuple[str, ...] = ()  # rope, rms_norm, swiglu: those that are Liger-Kernel's
     kind: str = ""  # of the block that runs, where the architecture has kinds
@@ -304,7 +307,12 @@ def with_noise(forward: Forward, rows: Tensor) -> Tensor:
     """NEFTune's, as train/habits/noise.py, whose hook runs when the module's call is over."""
     if not forward.regularisation.neftune_alpha:
         return rows
-    return meta.add(rows, meta.empty(rows.meter, rows.shape, rows.dtype))
+    noise = meta.empty(rows.meter, rows.shape, rows.dtype)
+    if forward.noise_parts:
+        _, tokens, width = rows.shape
+        drawn = meta.empty(rows.meter, (tokens * forward.noise_parts, width), rows.dtype)
+        del drawn
+    return meta.add(rows, noise)
 
 
 def unit_of(forward: Forward, weight: Tensor) -> Unit | None:
@@ -609,7 +617,7 @@ def _wide_logits(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
 
 def row_scores(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
     """A score of each row, as train/step/preference.py: -> (batch,), fp32."""
-    picked = at_ends(hidden, labels)
+    picked = at_ends(hidden, labels, shared=forward.ring is not None)
     score = project(forward, weights, "score", picked)
     del picked
     if forward.tail is not None:

@@ -66,7 +66,8 @@ class FlatUnit(Unit):
     def _copy_out(self) -> None:
         """Nothing to copy: weights are views."""
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Free the gathered weights."""
         self._flat.release()
         self._whole = False
 
@@ -76,7 +77,7 @@ class FlatUnit(Unit):
         before = self._owned()
         self._join()
         if self.shared.syncs or self.shared.sharding.reshards:
-            self._give_up()
+            self.give_up()
         if self.shared.syncs and self._joined is not None:
             self._scatter(self._joined)
         self.shared.meter.owner = before

@@ -162,7 +162,7 @@ class Unit:
     def leave(self, out: Tensor) -> None:
         """After the forward; out: what a backward begins with."""
         if self.reshards:
-            self._give_up()
+            self.give_up()
         self._places.append(len(self.shared.order))
         self.shared.order.append(self)
         if out.grad_fn is not None and out.requires_grad:
@@ -237,7 +237,8 @@ class Unit:
         self.shared.meter.owner = before
         del previous
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Free the gathered weights."""
         for weight, _ in self.weights:
             _bytes_of(weight).release()
         self._whole = False
@@ -264,7 +265,7 @@ class Unit:
         """When the backward is over: give the weights up, reduce their gradients."""
         self._state = "reduced"
         if not self.shared.syncs:
-            self._give_up()
+            self.give_up()
             return
         grads: list[Tensor] = []
         trained: list[Tensor] = []
@@ -276,7 +277,7 @@ class Unit:
                 del grad
                 trained.append(shard)
                 weight.grad = None
-        self._give_up()
+        self.give_up()
         del self.shared.reducing[:1]
         if grads:
             before = self._owned()

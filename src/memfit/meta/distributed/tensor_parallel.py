@@ -9,8 +9,8 @@ into that order before they are summed, and out of it where they are gathered of
 from __future__ import annotations
 
 from memfit.meta.autograd import Gradients, Node, Rule, record
-from memfit.meta.elementwise import Incoming, attach, like, upstream
-from memfit.meta.losses.cross_entropy import likelihood
+from memfit.meta.elementwise import Incoming, attach, cast, like, upstream
+from memfit.meta.losses.cross_entropy import Bends, likelihood
 from memfit.meta.tensor import Shape, Tensor, empty, workspace
 from memfit.meta.workspace import embedding_backward
 
@@ -135,3 +135,51 @@ def _likelihood_cut_backward(node: Node, grads: Incoming) -> Gradients:
     result = like(both, each)
     del target, slope, mask, own, update, count, each, both
     return (result,)
+
+
+def bent_mean_cut(logits: Tensor, bends: Bends) -> Tensor:
+    """As train/distributed/cut_loss.py: (tokens, vocab / tp) -> 0-dim, regularised.
+
+    Its slope is made in the forward, and is all that it saves.
+    """
+    column = (logits.shape[0], 1)
+    shares = _column_of(logits, column)
+    node = record(_hand_out, (logits,))
+    assert node is not None  # evaluations are not regularised
+    loss, slope = _slope_cut(logits.detached(), column, bends)
+    node.saved = [cast(slope, logits.dtype)]
+    del shares, slope
+    return attach(node, loss)
+
+
+def _hand_out(node: Node, grads: Incoming) -> Gradients:
+    (slope,) = node.saved
+    return (slope,)
+
+
+def _column_of(x: Tensor, column: Shape) -> Tensor:
+    targets = empty(x.meter, column, "bool")
+    shares = empty(x.meter, column, "float32")
+    del targets
+    return shares
+
+
+def _slope_cut(logits: Tensor, column: Shape, bends: Bends) -> tuple[Tensor, Tensor]:
+    """The loss, and its slope: log-probabilities, turned in place."""
+    meter = logits.meter
+    largest = cast(empty(meter, column, logits.dtype), "float32")
+    result = like(cast(logits, "float32"))
+    raised = like(result)
+    log_z = empty(meter, column, "float32")
+    del raised, largest
+    own = empty(meter, column, "int64")
+    below, above = empty(meter, column, "bool"), empty(meter, column, "bool")
+    elsewhere = like(below)
+    del below, above
+    picked = empty(meter, column, "float32")
+    if bends.smoothed:
+        empty(meter, column, "float32")  # the mean over all words
+    loss = empty(meter, (), "float32")
+    minus = empty(meter, column, "float32")
+    del own, elsewhere, picked, log_z, minus
+    return loss, result

@@ -123,6 +123,16 @@ def _by_chunks(
     return sums
 
 
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """(rows,) of this rank's tokens -> of whole rows; the gradient is of its own."""
+    node = record(_as_it_is, (x,))
+    return attach(node, like(x))
+
+
+def _as_it_is(node: Node, grads: Incoming) -> Gradients:
+    return (upstream(grads),)
+
+
 def judge(policy: Tensor, labels: Tensor, figures: int) -> tuple[Tensor, Tensor]:
     """(rows,) or (2, rows) of the policy -> the loss, 0-dim, and sums of what the log shows,
     (figures,): `RESULTS` of pairs or `RATINGS` of rated answers, and what stands beside them."""

@@ -211,7 +211,8 @@ def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
     if stages is None:
         return passes[0].flop(outline.counts) * recipe.accumulation
     first = [p for p, piece in zip(passes[1:-1], stages.order, strict=True) if not piece[2]]
-    return sum(piece.flop(outline.counts) for piece in first) * recipe.accumulation
+    before = passes[0]  # what answers are compared with
+    return sum(piece.flop(outline.counts) for piece in (before, *first)) * recipe.accumulation
 
 
 def describe(
@@ -525,14 +526,14 @@ class _Step:
             return inputs_of_answers(self.recipe, self.device)
         row = self.recipe.own_row * DTYPE_BYTES["int64"]
         each = [self.recipe.micro_batch * row] * (3 if self.recipe.packing else 2)
-        if self.recipe.parallel.cp > 1:
-            each.append(row)  # positions
         if self.recipe.learns == "conversations":
             each.append(self.recipe.micro_batch * row)
         if self.recipe.preference.reference == "precomputed":
             each.append(self.recipe.micro_batch * DTYPE_BYTES["float32"])
         if self.recipe.mismatches:  # ids, labels and reference of answers to other prompts
             each *= 2
+        if self.recipe.parallel.cp > 1:
+            each.append(row)  # positions
         if self.recipe.rates:
             each.append(self.recipe.micro_batch)  # whether each answer is desirable
         return hold((Kind.INPUT, "batch"), each, self.device)

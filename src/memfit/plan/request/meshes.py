@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
 from memfit.parallelism.limits import check_method
-from memfit.records.objectives import check_alone
 from memfit.records.recipe import Parallel
 from memfit.records.request import Request
 
@@ -113,8 +112,6 @@ def _factors(parallel: Parallel) -> str:
 def check_described(request: Request) -> None:
     """Raise InvalidRequest for what many ranks can do and no prediction describes yet."""
     check_method(request.method, request.precision, request.ranks)
-    stated = request.preference.loss_type
-    check_alone(request.task.objective, "" if stated == "auto" else stated, request.ranks)
     if request.ranks > 1 and request.offload == "activations":
         raise InvalidRequest(
             f"`offload: activations` on {request.ranks} devices is not predicted yet",

@@ -30,7 +30,7 @@ from memfit.families.shared.masks import make_masks
 from memfit.meta import Meter, Tensor
 from memfit.meta.distributed.offload import Load
 from memfit.meta.layers.dequantised import QUANTISED_DTYPE
-from memfit.meta.losses.preference import RATINGS, RESULTS, judge
+from memfit.meta.losses.preference import RATINGS, RESULTS, judge, sum_over_ranks
 from memfit.plan.simulate.fsdp_units import Named, Units
 from memfit.plan.simulate.in_backward import Updates
 from memfit.plan.simulate.one_block import run_block
@@ -361,6 +361,7 @@ class Simulation:
             narrow=precision.narrow, qat=precision.qat, lean=setting.lean,
             regularisation=NONE if setting.evaluates else setting.regularisation,
             loop=self.loop, quantised=precision.quantised, ring=setting.attention.ring,
+            noise_parts=setting.noise_parts,
         )  # fmt: skip
         return forward, inputs.labels
 
@@ -476,11 +477,13 @@ class Simulation:
     def _find_policy(self, forward: Forward, inputs: Inputs, hidden: Tensor) -> Tensor:
         """(rows,) of what is compared: scores, or log-probabilities."""
         if self.setting.architecture.scores:
-            return row_scores(forward, self.outside, hidden, inputs.labels)
-        return row_log_probs(
-            forward, self.outside, hidden, inputs.labels, self.setting.loss.chunk, inputs.context,
-            cut=self._cuts_vocabulary,
-        )  # fmt: skip
+            policy = row_scores(forward, self.outside, hidden, inputs.labels)
+        else:
+            policy = row_log_probs(
+                forward, self.outside, hidden, inputs.labels, self.setting.loss.chunk,
+                inputs.context, cut=self._cuts_vocabulary,
+            )  # fmt: skip
+        return policy if self.setting.attention.ring is None else sum_over_ranks(policy)
 
     @property
     def _cuts_vocabulary(self) -> bool:
@@ -488,10 +491,10 @@ class Simulation:
         return self.setting.sharding is not None and self.setting.sharding.tp > 1
 
     def judge_pairs(self, forward: Forward, inputs: Inputs, hidden: Tensor) -> Tensor:
-        """The loss of pairs whose reference, if any, comes with the batch."""
+        """The loss of answers whose reference, if any, is there."""
         policy = self._find_policy(forward, inputs, hidden)
         del hidden
-        loss, sums = judge(policy, inputs.labels, RESULTS + bool(self.setting.loss.learns))
+        loss, sums = judge(policy, inputs.labels, self._figures)
         if not self.setting.evaluates:
             self.rewards = self.rewards or sums
         return loss
@@ -499,9 +502,33 @@ class Simulation:
     def end_stages(self) -> None:
         """Ranks without the last stage have sums of no pair."""
         setting = self.setting
-        if setting.loss.rows == "pairs" and not setting.evaluates and self.rewards is None:
-            figures = (RESULTS + bool(setting.loss.learns),)
-            self.rewards = meta.empty(self.meter, figures, "float32")
+        if setting.loss.rows and not setting.evaluates and self.rewards is None:
+            self.rewards = meta.empty(self.meter, (self._figures,), "float32")
+
+    @property
+    def _figures(self) -> int:
+        """How many sums the log shows of compared answers."""
+        if self.setting.loss.rows == "rated":
+            return RATINGS + self.setting.loss.mismatches
+        return RESULTS + bool(self.setting.loss.learns)
+
+    def score_blocks(
+        self, forward: Forward, labels: Tensor, blocks: slice, entered: Tensor | None, last: bool,
+        base: bool,
+    ) -> Tensor:  # fmt: skip
+        """A stage without a gradient; behind the last one the rows' log-probabilities."""
+        outside = {name: weight.detached() for name, weight in self.outside.items()}
+        weights = self.without_gradient
+        if base:
+            outside, weights = self._reference(self.outside), self.base
+        forward = self._with_attention(forward)
+        hidden = _backbone(forward, self, outside, weights, [], blocks, entered, last)
+        if not last:
+            return hidden
+        self.mark("reference", "loss")
+        return row_log_probs(
+            forward, outside, hidden, labels, self.setting.loss.chunk, cut=self._cuts_vocabulary
+        )
 
     def _rate(
         self, forward: Forward, inputs: Inputs, rated: Rated, boundaries: list[int]
@@ -530,7 +557,14 @@ class Simulation:
             self._with_attention(forward), self, self.outside, self.blocks, boundaries
         )
         self.mark("loss", "loss")
-        policy = row_log_probs(forward, self.outside, hidden, labels, self.setting.loss.chunk)
+        policy = row_log_probs(
+            forward,
+            self.outside,
+            hidden,
+            labels,
+            self.setting.loss.chunk,
+            cut=self._cuts_vocabulary,
+        )
         del hidden
         found = judge(policy, labels, RATINGS + (baseline is not None))
         del reference, baseline
@@ -544,7 +578,9 @@ class Simulation:
         self.mark("embedding", "embedding")
         hidden = _backbone(self._with_attention(forward), self, outside, blocks, [])
         self.mark("reference", "loss")
-        return row_log_probs(forward, outside, hidden, labels, self.setting.loss.chunk)
+        return row_log_probs(
+            forward, outside, hidden, labels, self.setting.loss.chunk, cut=self._cuts_vocabulary
+        )
 
     def _compare(self, program: Comparing, forward: Forward, boundaries: list[int]) -> Tensor:
         """As other trainers: the policy, then the reference beside its logits; the loss."""

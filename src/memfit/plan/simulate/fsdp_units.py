@@ -101,6 +101,11 @@ class Units:
                 unit.leave(loss)
         self.shared.end_forward()
 
+    def let_go(self) -> None:
+        """Free what is gathered after a forward without a backward, as `parallelism.let_go`."""
+        for unit in self.shared.units:
+            unit.give_up()
+
     def finish(self, mark: Mark) -> None:
         """The whole backward is over: every unit in turn."""
         mark("embedding", "embedding")

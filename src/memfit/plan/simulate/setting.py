@@ -176,6 +176,16 @@ class Setting(Record, frozen=True, kw_only=True):
         """The same step, whose loss makes one number of each token; `of`: see `Loss.scores`."""
         return replace(self, loss=replace(self.loss, scores=of))
 
+    @property
+    def noise_parts(self) -> int:
+        """See `Forward`: 0 where a rank draws the noise of its own rows alone."""
+        if self.sharding is None:
+            return 0
+        across = 1 if self.attention.ring is None else self.attention.ring.ranks
+        parts = self.sharding.tp * across
+        rows = self.sharding.shards * self.sharding.copies // across  # shares of the batch
+        return parts if parts * rows > 1 else 0
+
 
 class Rated(NamedTuple):
     """What rated answers are, and answers to other prompts."""

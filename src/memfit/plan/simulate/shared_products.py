@@ -14,6 +14,7 @@ from memfit.families.shared.forward import (
     Forward,
     Turn,
     Weights,
+    find_bends,
     gated_attention,
     gated_mlp,
     module,
@@ -21,6 +22,7 @@ from memfit.families.shared.forward import (
     project,
     rms_norm,
     rotation,
+    with_noise,
     within,
 )
 from memfit.meta import Tensor
@@ -36,7 +38,7 @@ class SharedProducts(Record, frozen=True, kw_only=True):
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """Token embeddings of the rank's tokens; positions are those of all."""
         places = positions(forward)
-        x = _embedding(forward, weights["embed_tokens.weight"], self.tp)
+        x = with_noise(forward, _embedding(forward, weights["embed_tokens.weight"], self.tp))
         cosines, sines = rotation(forward, x.dtype, places)
         return Embedded(x, (cosines, sines, places), (x,))
 
@@ -58,7 +60,10 @@ class SharedProducts(Record, frozen=True, kw_only=True):
         return _last_norm(forward, weights["norm.weight"], x, self.tp)
 
     def loss(self, forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The plain loss over logits (tokens, vocab / tp)."""
+        """The plain loss over logits (tokens, vocab / tp), or a regularised one."""
+        if forward.regularisation.bends:
+            logits = _logits(forward, weights, hidden)
+            return tensor_parallel.bent_mean_cut(logits, find_bends(forward))
         return meta.scale(_sum(forward, weights, hidden, labels))
 
 
@@ -96,10 +101,14 @@ def _last_norm(forward: Forward, weight: Tensor, x: Tensor, tp: int) -> Tensor:
 
 
 def _sum(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = meta.cast(_logits(forward, weights, hidden), "float32")
+    return tensor_parallel.cross_entropy_sum_cut(logits, labels)
+
+
+def _logits(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
     flat = meta.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
     logits = project(forward, weights, "lm_head", flat)
     del flat
     if forward.tail is not None:
         forward.tail.leave(logits)
-    logits = meta.cast(logits, "float32")
-    return tensor_parallel.cross_entropy_sum_cut(logits, labels)
+    return logits

@@ -115,8 +115,19 @@ class Simulation(Protocol):
     ) -> Tensor:
         """A stage's blocks, and the final norm behind the last stage's."""
 
+    def score_blocks(
+        self,
+        forward: Forward,
+        labels: Tensor,
+        blocks: slice,
+        entered: Tensor | None,
+        last: bool,
+        base: bool,
+    ) -> Tensor:
+        """The same without a gradient; behind the last stage's the rows' log-probabilities."""
+
     def judge_pairs(self, forward: Forward, inputs: Inputs, hidden: Tensor) -> Tensor:
-        """The loss of pairs whose reference, if any, comes with the batch."""
+        """The loss of answers whose reference, if any, is there."""
 
     def end_stages(self) -> None:
         """What a step of stages still makes when the schedule is over."""
@@ -154,6 +165,7 @@ class _Run:
         self.flights: dict[tuple[int, int], _Flight] = {}
         self.sent: Tensor | None = None
         self.losses: list[Tensor] = []
+        self.scored: list[Tensor] = []  # of all micro-batches
 
     def _chunk(self, stage: int) -> int:
         return stage // self.stages.ranks
@@ -165,8 +177,9 @@ class _Run:
         """Buffers for all micro-batches, as torch allocates them when a schedule begins."""
         simulation, stages = self.simulation, self.stages
         simulation.marks = []
-        simulation.mark("buffers", OWNER)
         mine = list(dict.fromkeys(piece.stage for piece in stages.order))
+        self._score_before(mine)
+        simulation.mark("buffers", OWNER)
         for stage in mine:
             if stage:
                 self._buffers(self.received, stage)
@@ -192,6 +205,50 @@ class _Run:
         shape = (rows, tokens // sharding.tp, simulation.setting.architecture.hidden)
         return meta.empty(simulation.meter, shape, self.stages.dtype, Kind.TEMPORARY)
 
+    def _score_before(self, mine: Sequence[int]) -> None:
+        """What all stages make of micro-batches before any learns; all do the same, and leave
+        numbers of rows."""
+        setting, meter = self.simulation.setting, self.simulation.meter
+        if not (setting.loss.references or setting.loss.mismatches):
+            return
+        self.simulation.mark("embedding", "embedding")
+        inputs = self.batches[0]
+        kept = [inputs.input_ids.shape[:1]] if setting.loss.references else []
+        kept += [()] if setting.loss.mismatches else []  # the baseline
+        if others := self.stages.micro_batches - 1:
+            with meter.standing_for(others):
+                self.scored += [meta.empty(meter, shape, "float32") for shape in kept]
+        found: list[Tensor] = []
+        for _ in range(setting.loss.references):  # of the rows, and of as many mismatched ones
+            found.append(self._score(inputs, mine, base=True))
+        if setting.loss.references:
+            self.scored.append(found.pop(0))
+        if setting.loss.mismatches:
+            found.append(self._score(inputs, mine, base=False))
+            self.scored.append(meta.empty(meter, (), "float32"))
+
+    def _score(self, inputs: Inputs, mine: Sequence[int], *, base: bool) -> Tensor:
+        """Log-probabilities of a micro-batch's rows, by a schedule of its own."""
+        simulation, held = self.simulation, []
+        found = meta.empty(simulation.meter, inputs.input_ids.shape[:1], "float32")
+        for stage in mine:
+            forward, labels = simulation.make_forward(inputs)
+            forward = replace(forward, adapter_dropout=False)
+            if simulation.units is not None:
+                forward = simulation.units.begin(forward)
+            entered = self._buffer() if stage else None
+            chunk, last = self._chunk(stage), self._is_last(stage)
+            start = sum(self.stages.blocks[:chunk])
+            blocks = slice(start, start + self.stages.blocks[chunk])
+            left = simulation.score_blocks(forward, labels, blocks, entered, last, base)
+            if simulation.units is not None:
+                simulation.units.end(left)
+            held += [left] if entered is None else [entered, left]  # by the schedule
+            del entered, left
+        if simulation.units is not None:
+            simulation.units.let_go()
+        return found
+
     def forward(self, piece: Piece) -> list[Mark]:
         """A micro-batch through a stage."""
         simulation, stage = self.simulation, piece.stage
@@ -214,7 +271,7 @@ class _Run:
             left = simulation.run_blocks(forward, boundaries, blocks, entered, self._is_last(stage))
             if self._is_last(stage):
                 simulation.mark("loss", "loss")
-                if simulation.setting.loss.rows == "pairs":
+                if simulation.setting.loss.rows:
                     left = simulation.judge_pairs(forward, inputs, left)
                 else:
                     left = simulation.program.loss(forward, simulation.outside, left, labels)
@@ -267,6 +324,7 @@ class _Run:
         self.others.clear()
         self.flights.clear()
         self.sent = None
+        self.scored.clear()
         simulation.end_stages()
         simulation.mark("end", "")
         return simulation.marks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,8 @@ class Micro(NamedTuple):
     # (rows, width), of pairs: labels of preferred rows' tokens that are of no answer, or -100
     context: Array | None = None
     rated: Rated | None = None
+    # of ranks that share the tokens of rows: rows, or pairs, to learn, which the first one counts
+    learned_rows: int | None = None
 
     @property
     def targets(self) -> int:
@@ -62,11 +64,15 @@ class Micro(NamedTuple):
     @property
     def pairs(self) -> int:
         """Pairs of neighbouring rows with an answer to learn."""
+        if self.learned_rows is not None:
+            return self.learned_rows
         return int((self.labels[::2] != IGNORED).any(axis=1).sum())
 
     @property
     def answers(self) -> int:
         """Rows with an answer to learn."""
+        if self.learned_rows is not None:
+            return self.learned_rows
         return int((self.labels != IGNORED).any(axis=1).sum())
 
     @property
@@ -215,19 +221,31 @@ class Sampler:
             documents.append((*(p.length for p in row), *((padding,) if padding else ())))
         tokens = sum(p.length for row in rows for p in row)
         if not packed:
-            if self._parallel.cp > 1:
-                return self._own(ids, labels, [sum(p.length for p in row) for row in rows])
             reference, context = self._look_up(rows), self._find_context(rows, labels)
             rated = self._rate(rows, ids.shape)
-            return Micro(ids, labels, None, None, tokens, reference, context, rated)
+            micro = Micro(ids, labels, None, None, tokens, reference, context, rated)
+            if self._parallel.cp > 1:
+                return self._own(micro, [sum(p.length for p in row) for row in rows])
+            return micro
         return Micro(ids, labels, positions, tuple(documents), tokens)
 
-    def _own(self, ids: Array, labels: Array, lengths: list[int]) -> Micro:
+    def _own(self, micro: Micro, lengths: list[int]) -> Micro:
         """This rank's columns of whole rows, and which ones they are."""
-        columns = np.concatenate(own_parts(ids.shape[1], self._parallel, self._process))
-        tokens = sum(int((columns < length).sum()) for length in lengths)
-        ids, labels = (np.take(whole, columns, axis=1) for whole in (ids, labels))
-        return Micro(ids, labels, columns[None], None, tokens)
+        width, first = micro.labels.shape[1], self._parallel.place(self._process) == 0
+        columns = np.concatenate(own_parts(width, self._parallel, self._process))
+
+        def cut(whole: Array | None) -> Any:
+            return None if whole is None else np.take(whole, columns, axis=1)
+
+        rated = micro.rated
+        if rated is not None:
+            rated = rated._replace(input_ids=cut(rated.input_ids), labels=cut(rated.labels))
+        learned = micro.pairs if self._pairs else micro.answers
+        return micro._replace(
+            input_ids=cut(micro.input_ids), labels=cut(micro.labels), position_ids=columns[None],
+            tokens=sum(int((columns < length).sum()) for length in lengths),
+            context=cut(micro.context), rated=rated, learned_rows=learned if first else 0,
+        )  # fmt: skip
 
     def _length(self, row: tuple[Piece, ...]) -> int:
         own = sum(p.length for p in row)

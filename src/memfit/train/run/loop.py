@@ -495,7 +495,7 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
     recipe = session.recipe
     rate = learning_rate(recipe.optimizer, index, recipe.steps)
     set_rate(built.optimizer, rate)
-    torch.manual_seed(_seed_of(recipe, index, session.ranks.rank // recipe.parallel.tp))
+    torch.manual_seed(_seed_of(recipe, index, session.ranks.rank))
     micros = session.sampler.sample(index)
     own = session.gather(count_targets(recipe, micros), count_beside(recipe, micros))
     counts = int(sum(targets for targets, _ in own)), int(sum(beside for _, beside in own))
@@ -551,8 +551,9 @@ def _tell_waits(session: Session, index: int) -> dict[str, float]:
 
 def _seed_of(recipe: Recipe, index: int, rank: int) -> int:
     """Dropout of a step is drawn from (seed, step) and the rank, so a checkpoint needs no generator
-    state."""
-    facts = [recipe.seed, index, *([rank] if rank else [])]
+    state; without dropout ranks draw alike, as NEFTune's noise is one process's."""
+    own = rank // recipe.parallel.tp if recipe.lora.dropout else 0
+    facts = [recipe.seed, index, *([own] if own else [])]
     return int(np.random.SeedSequence(facts).generate_state(1, np.uint32)[0])
 
 

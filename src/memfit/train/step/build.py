@@ -37,6 +37,7 @@ from memfit.parallelism.limits import check_ranks
 from memfit.parallelism.pipeline import stage_model
 from memfit.records.objectives import check_objective
 from memfit.records.recipe import Recipe
+from memfit.train.distributed.compared import Together, find_groups, keep_groups
 from memfit.train.distributed.pipeline import keep_stages
 from memfit.train.habits.noise import add_noise
 from memfit.train.lean import apply_lean
@@ -70,6 +71,11 @@ class Built:
         object.__setattr__(self, "scaler", make_scaler(self.recipe, self.device))
 
     @property
+    def together(self) -> Together:
+        """The ranks with which answers are compared."""
+        return find_groups(self.model)
+
+    @property
     def device(self) -> torch.device:
         """Where the model computes."""
         first: Any = next(self.model.parameters())
@@ -98,8 +104,6 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     check_offload(recipe, cpu=device.type == "cpu" and recipe.offload == "optimizer")
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
         model = find_adapter(recipe).apply(_bare(recipe), recipe)
-    if recipe.regularisation.neftune_alpha:
-        add_noise(parts(model).embedding, recipe.regularisation.neftune_alpha)
     if recipe.loss == "chunked":
         check_chunked(parts(model).head, recipe)
     mesh = None
@@ -129,6 +133,11 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         )
         if recipe.parallel.cp > 1:
             share_tokens(model_parts.blocks, recipe.parallel, device.type)
+        if recipe.compares:
+            keep_groups(model, recipe, device.type)
+    if alpha := recipe.regularisation.neftune_alpha:  # on what ranks have when they have summed
+        rank = dist.get_rank() if mesh is not None else 0
+        add_noise(parts(model).embedding, alpha, recipe.parallel, rank)
     _materialise(model, device, on_host=recipe.offload == "parameters")
     return model.train()
 

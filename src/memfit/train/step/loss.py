@@ -16,6 +16,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.parallelism import run_as_forward
 from memfit.parallelism.whole import local_part
 from memfit.records.recipe import Recipe, Regularisation
+from memfit.train.distributed.cut_loss import bent_mean_cut
 
 IGNORE = -100  # a label that is no target
 NONE = Regularisation()
@@ -43,6 +44,9 @@ def loss_mean(
     if recipe.loss == "plain":
         if recipe.regularisation.bends and torch.is_grad_enabled():
             logits = head(hidden.flatten(0, 1))
+            if recipe.parallel.tp > 1:  # whose ranks have parts of the vocabulary
+                shares = (labels != IGNORE).view(-1, 1).float().div_(target_tokens)
+                return bent_mean_cut(logits, labels.flatten(), shares, recipe.regularisation)
             bent = _Bent.apply(  # type: ignore[no-untyped-call]
                 logits, labels.flatten(), target_tokens, scale, cap, recipe.regularisation
             )

@@ -17,6 +17,7 @@ from memfit.objectives import PairLoss, find_objective
 from memfit.parallelism import run_as_forward
 from memfit.parallelism.whole import local_part
 from memfit.records.recipe import Preference, Recipe
+from memfit.train.distributed.compared import ALONE, Together
 from memfit.train.step.loss import IGNORE, check_chunked, gradients_by_chunks
 
 
@@ -196,33 +197,43 @@ class _LogProbs(torch.autograd.Function):
         return *gradients, None, None, None, None, None
 
 
-def row_scores(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+def row_scores(
+    head: nn.Module, hidden: Tensor, labels: Tensor, together: Together = ALONE
+) -> Tensor:
     """(rows,) fp32: what a head of one number makes of each row's last token, as the classes of
-    sequence classification in transformers do, of one label; of other tokens no score is made.
+    sequence classification in transformers do, of one label; of other tokens no score is made. Of
+    ranks that share a row's tokens, those that do not have it give 0.
 
     hidden (rows, tokens, hidden); labels (rows, tokens), -100 but at the token that is scored.
     """
-    picked = cast(Tensor, _AtEnds.apply(hidden, labels))  # type: ignore[no-untyped-call]
+    shared = together.tokens is not None
+    picked = cast(Tensor, _AtEnds.apply(hidden, labels, shared))  # type: ignore[no-untyped-call]
     scores = head(picked)
     del picked
     return cast(Tensor, scores.float().squeeze(1))
 
 
 class _AtEnds(torch.autograd.Function):
-    """hidden (rows, tokens, hidden), labels (rows, tokens) -> (rows, hidden)."""
+    """hidden (rows, tokens, hidden), labels (rows, tokens) -> (rows, hidden); shared: rows may end
+    on another rank, and have zeros here."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-        ends = (labels != IGNORE).view(torch.uint8).argmax(1)
-        ctx.save_for_backward(ends)
+    def forward(ctx: Any, hidden: Tensor, labels: Tensor, shared: bool) -> Tensor:
+        found = labels != IGNORE
+        ends = found.view(torch.uint8).argmax(1)
+        here = found.any(1, keepdim=True) if shared else None
+        del found
+        ctx.save_for_backward(ends, here)
         ctx.whole = hidden.shape
-        return hidden.gather(1, _across(ends, hidden.shape[2])).squeeze(1)
+        picked = hidden.gather(1, _across(ends, hidden.shape[2])).squeeze(1)
+        return picked if here is None else picked.mul_(here)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        (ends,) = ctx.saved_tensors
+        ends, here = ctx.saved_tensors
         slope = outer[0].new_zeros(ctx.whole)
-        return slope.scatter_(1, _across(ends, ctx.whole[2]), outer[0].unsqueeze(1)), None
+        each = outer[0] if here is None else outer[0] * here
+        return slope.scatter_(1, _across(ends, ctx.whole[2]), each.unsqueeze(1)), None, None
 
 
 def _across(ends: Tensor, width: int) -> Tensor:
@@ -238,6 +249,7 @@ def judge(
     pairs: int,
     rewards: Rewards,
     beside: float = 1.0,
+    together: Together = ALONE,
 ) -> Tensor:
     """Sum of the pairs' losses over `pairs`, 0-dim fp32; adds to `rewards`.
 
@@ -246,23 +258,26 @@ def judge(
     of the preferred rows, over `beside` tokens; policy (2, rows) has what they say beside answers.
     """
     loss_type = find_objective(recipe.objective).find_loss(recipe.preference.loss_type)
-    counted = (labels[::2] != IGNORE).any(1).float()
-    lengths = (labels != IGNORE).sum(1).clamp_(min=1) if loss_type.averages else None
+    counted = together.any(labels[::2] != IGNORE).float()
+    lengths = together.count_each(labels != IGNORE).clamp_(min=1) if loss_type.averages else None
     loss, sums = _Judged.apply(  # type: ignore[no-untyped-call]
-        policy, reference, lengths, counted, loss_type.loss, recipe.preference, pairs, beside
-    )
+        policy, reference, lengths, counted, loss_type.loss, recipe.preference, pairs, beside,
+        together.says,
+    )  # fmt: skip
     rewards.add(sums)
     return cast(Tensor, loss)
 
 
 def count_sums(recipe: Recipe) -> int:
-    """How many sums over pairs `Rewards` of a recipe has."""
+    """How many sums over pairs, or over rated answers, `Rewards` of a recipe has."""
+    if recipe.rates:
+        return 5 if recipe.mismatches else 4
     return 4 if recipe.preference.cross_entropy else 3
 
 
-def count_pairs(labels: Tensor) -> Tensor:
+def count_pairs(labels: Tensor, together: Together = ALONE) -> Tensor:
     """Pairs that have a target, 0-dim int64."""
-    return (labels[::2] != IGNORE).any(1).sum()
+    return together.number(labels[::2] != IGNORE)
 
 
 class _Judged(torch.autograd.Function):
@@ -283,6 +298,7 @@ class _Judged(torch.autograd.Function):
         preference: Preference,
         pairs: int,
         beside: float,
+        says: bool,
     ) -> tuple[Tensor, Tensor]:
         beta = preference.beta
         own = policy if policy.dim() == 1 else policy[0]
@@ -307,6 +323,8 @@ class _Judged(torch.autograd.Function):
             if policy.dim() == 2:
                 slope = torch.stack((slope, torch.zeros_like(slope)))
             slope[..., ::2].sub_(counted, alpha=by_each)
+        if not says:
+            loss, sums = loss.zero_(), sums.zero_()
         ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(sums)
         return loss, sums
@@ -314,4 +332,4 @@ class _Judged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         (slope,) = ctx.saved_tensors
-        return slope * outer[0], *[None] * 7
+        return slope * outer[0], *[None] * 8

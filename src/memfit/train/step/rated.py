@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memfit.objectives import RatedLoss, find_objective
 from memfit.records.recipe import Preference, Recipe
+from memfit.train.distributed.compared import ALONE, Together
 from memfit.train.step.loss import IGNORE
 from memfit.train.step.preference import Rewards
 
@@ -30,16 +31,19 @@ def name_ratings(sums: Sequence[float], answers: int) -> dict[str, float]:
     return named | dict(zip(("kl",), (total / answers for total in divergence), strict=False))
 
 
-def count_answers(labels: Tensor) -> Tensor:
+def count_answers(labels: Tensor, together: Together = ALONE) -> Tensor:
     """Rows that have a target, 0-dim int64."""
-    return (labels != IGNORE).any(1).sum()
+    return together.number(labels != IGNORE)
 
 
-def find_baseline(policy: Tensor, reference: Tensor, labels: Tensor) -> Tensor:
+def find_baseline(
+    policy: Tensor, reference: Tensor, labels: Tensor, together: Together = ALONE
+) -> Tensor:
     """z0, 0-dim (2402.01306, section 4.1): the mean of what answers to other prompts are more
-    likely by than under the reference, at least 0. (rows,), labels (rows, tokens)."""
-    counted = (labels != IGNORE).any(1).float()
-    return ((policy - reference) * counted).sum().div_(counted.sum().clamp_(min=1)).clamp_(min=0)
+    likely by than under the reference, at least 0. (rows,), labels (rows, tokens). Of ranks it is
+    over the rows of all, as TRL's: that of one process with as many rows in a micro-batch."""
+    counted = together.any(labels != IGNORE).float()
+    return together.mean(policy - reference, counted).clamp_(min=0)
 
 
 def judge_rated(
@@ -51,6 +55,7 @@ def judge_rated(
     recipe: Recipe,
     answers: int,
     rewards: Rewards,
+    together: Together = ALONE,
 ) -> Tensor:
     """Sum of the rows' losses over `answers`, 0-dim fp32; adds to `rewards`.
 
@@ -59,10 +64,11 @@ def judge_rated(
     baseline, of it over all rows.
     """
     loss_of = find_objective(recipe.objective).find_loss(recipe.preference.loss_type).loss
-    counted = (labels != IGNORE).any(1).float()
+    counted = together.any(labels != IGNORE).float()
     loss, sums = _Judged.apply(  # type: ignore[no-untyped-call]
-        policy, reference, baseline, desirable, counted, loss_of, recipe.preference, answers
-    )
+        policy, reference, baseline, desirable, counted, loss_of, recipe.preference, answers,
+        together.says,
+    )  # fmt: skip
     rewards.add(sums)
     return cast(Tensor, loss)
 
@@ -82,6 +88,7 @@ class _Judged(torch.autograd.Function):
         loss_of: RatedLoss,
         preference: Preference,
         answers: int,
+        says: bool,
     ) -> tuple[Tensor, Tensor]:
         beta = preference.beta
         gains = (policy - reference) * beta
@@ -95,10 +102,12 @@ class _Judged(torch.autograd.Function):
             sums.append(baseline * counted.sum())
         ctx.save_for_backward(found.by_reward.mul(counted).mul_(beta / answers))
         total = torch.stack(sums)
+        if not says:
+            loss, total = loss.zero_(), total.zero_()
         ctx.mark_non_differentiable(total)
         return loss, total
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         (slope,) = ctx.saved_tensors
-        return slope * outer[0], *[None] * 7
+        return slope * outer[0], *[None] * 8

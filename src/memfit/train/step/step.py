@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class RatedBatch:
     input_ids: Tensor | None = None  # (micro_batch, tokens): a row's prompt, another one's answer
     labels: Tensor | None = None
     reference: Tensor | None = None  # (micro_batch,) fp32: precomputed log-probabilities
+    baseline: Tensor | None = None  # 0-dim: where stages have computed it before they learn
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +140,18 @@ def _run_stages(
 ) -> Tensor:
     """All micro-batches through all stages; this rank's share of the mean loss.
 
-    Of pairs, ranks without the last stage add rewards of 0, so that all ranks have as many sums.
+    Of answers, ranks without the last stage add rewards of 0, so that all ranks have as many sums.
     """
+    if built.recipe.references or built.recipe.mismatches:
+        enter(Phase.FORWARD)
+        batches = [_score_before(built, batch) for batch in batches]
     telling = PhaseTracker(batches, enter)
 
     def finish(batch: Batch, hidden: Tensor) -> Tensor:
         telling.enter(Phase.LOSS)
+        if built.recipe.rates:
+            policy = _log_probs(built, hidden, batch)
+            return _judge_rated(built, batch, policy, target_tokens, rewards)
         if not built.recipe.prefers:
             return _loss(built, hidden, batch, target_tokens, None)
         return _judge_pairs(built, batch, hidden, target_tokens, rewards)
@@ -175,9 +182,33 @@ def _through_stages(
         return out
 
     total = run_stages(built.model, built.recipe, batches, run, built.device)
-    if built.recipe.prefers and rewards.sums is None:
+    if built.recipe.compares and rewards.sums is None:
         rewards.add(torch.zeros(count_sums(built.recipe), device=built.device))
     return total
+
+
+def _score_before(built: Built, batch: Batch) -> Batch:
+    """A micro-batch with what all stages make of it without a gradient, each time by a schedule of
+    its own: its reference, and the baseline of rated answers."""
+
+    def score(batch: Batch, *, base: bool) -> Tensor:
+        off = find_adapter(built.recipe).switched_off(built.model) if base else nullcontext()
+        with torch.no_grad(), evaluating(built.model), off:
+            found = _log_probs_of_stages(built, batch)
+        let_go(parts(built.model).base)  # no backward comes that would let go of the tail
+        return found
+
+    if built.recipe.references:
+        batch = replace(batch, reference=score(batch, base=True))
+    rated = batch.rated
+    if rated is None or (other := _others(batch, rated)) is None:
+        return batch
+    below = score(other, base=True) if built.recipe.references else other.reference
+    _check_reference(built, below)
+    assert below is not None
+    own = score(other, base=False)
+    found = find_baseline(own, below, other.labels, built.together)
+    return replace(batch, rated=replace(rated, baseline=found))
 
 
 def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tuple[Tensor, Tensor]:
@@ -196,9 +227,9 @@ def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tupl
         if built.recipe.parallel.world > 1:  # no backward comes that would let go of the tail
             let_go(parts(built.model).base)
     if built.recipe.rates:
-        return loss, count_answers(batch.labels)
+        return loss, count_answers(batch.labels, built.together)
     if built.recipe.prefers:
-        return loss, count_pairs(batch.labels)
+        return loss, count_pairs(batch.labels, built.together)
     return loss, (batch.labels != IGNORE).sum()
 
 
@@ -339,7 +370,9 @@ def _prefer(built: Built, batch: Batch, pairs: int, enter: Enter, rewards: Rewar
     enter(Phase.LOSS)
     policy = _log_probs(built, hidden, batch)
     del hidden
-    return judge(policy, reference, batch.labels, built.recipe, pairs, rewards, batch.beside)
+    return judge(
+        policy, reference, batch.labels, built.recipe, pairs, rewards, batch.beside, built.together
+    )
 
 
 def _judge_pairs(
@@ -348,16 +381,24 @@ def _judge_pairs(
     """The loss of pairs whose hidden states are there; the reference, if any, is the batch's."""
     _check_reference(built, batch.reference)
     policy = _log_probs(built, hidden, batch)
-    recipe = built.recipe
-    return judge(policy, batch.reference, batch.labels, recipe, pairs, rewards, batch.beside)
+    recipe, reference, together = built.recipe, batch.reference, built.together
+    return judge(policy, reference, batch.labels, recipe, pairs, rewards, batch.beside, together)
 
 
 def _check_reference(built: Built, reference: Tensor | None) -> None:
     if reference is None and find_objective(built.recipe.objective).refers:
         raise InvalidRequest(
-            "a batch of pairs comes without its reference's log-probabilities",
+            "a batch comes without its reference's log-probabilities",
             hint="the recipe says `preference.reference: precomputed`: compute them first",
         )
+
+
+def _others(batch: Batch, rated: RatedBatch) -> Batch | None:
+    """Answers to other prompts beside a batch of rated answers; None where it has none."""
+    if rated.input_ids is None or rated.labels is None:
+        return None
+    places = batch.position_ids  # which tokens of rows these are, of ranks that share them
+    return Batch(rated.input_ids, rated.labels, places, reference=rated.reference)
 
 
 def _rate(built: Built, batch: Batch, answers: int, enter: Enter, rewards: Rewards) -> Tensor:
@@ -365,9 +406,7 @@ def _rate(built: Built, batch: Batch, answers: int, enter: Enter, rewards: Rewar
     rated, reference = batch.rated, batch.reference
     if rated is None:
         raise InvalidRequest("a batch of rated answers comes without their labels")
-    other = None
-    if rated.input_ids is not None and rated.labels is not None:
-        other = Batch(rated.input_ids, rated.labels, reference=rated.reference)
+    other = _others(batch, rated)
     with torch.no_grad(), evaluating(built.model):
         below = None if other is None else other.reference
         if built.recipe.references:
@@ -375,23 +414,33 @@ def _rate(built: Built, batch: Batch, answers: int, enter: Enter, rewards: Rewar
                 reference = _log_probs(built, _hidden(built, batch), batch)
                 if other is not None:
                     below = _log_probs(built, _hidden(built, other), other)
-        if reference is None or (other is not None and below is None):
-            raise InvalidRequest(
-                "a batch of rated answers comes without its reference's log-probabilities",
-                hint="the recipe says `preference.reference: precomputed`: compute them first",
-            )
         baseline = None
-        if other is not None and below is not None:
+        if other is not None:
+            _check_reference(built, below)
+            assert below is not None
             own = _log_probs(built, _hidden(built, other), other)
-            baseline = find_baseline(own, below, other.labels)
+            baseline = find_baseline(own, below, other.labels, built.together)
             del own, below
+    _check_reference(built, reference)
     hidden = _hidden(built, batch)
     enter(Phase.LOSS)
     policy = _log_probs(built, hidden, batch)
     del hidden
+    batch = replace(batch, reference=reference, rated=replace(rated, baseline=baseline))
+    return _judge_rated(built, batch, policy, answers, rewards)
+
+
+def _judge_rated(
+    built: Built, batch: Batch, policy: Tensor, answers: int, rewards: Rewards
+) -> Tensor:
+    """The loss of rated answers whose reference and baseline are the batch's."""
+    rated, reference = batch.rated, batch.reference
+    assert rated is not None
+    assert reference is not None
     return judge_rated(
-        policy, reference, baseline, rated.desirable, batch.labels, built.recipe, answers, rewards
-    )
+        policy, reference, rated.baseline, rated.desirable, batch.labels, built.recipe, answers,
+        rewards, built.together,
+    )  # fmt: skip
 
 
 def _reinforce(
@@ -462,11 +511,13 @@ def _loss(
 def _log_probs(built: Built, hidden: Tensor, batch: Batch) -> Tensor:
     found = parts(built.model)
     if built.recipe.scores:
-        return row_scores(found.head, hidden, batch.labels)
+        scores = row_scores(found.head, hidden, batch.labels, built.together)
+        return built.together.sum_tokens(scores)
     cap, divisor = _bends(found.base)
     if divisor is not None:
         hidden = hidden / divisor
-    return row_log_probs(found.head, hidden, batch.labels, built.recipe, cap, batch.context)
+    own = row_log_probs(found.head, hidden, batch.labels, built.recipe, cap, batch.context)
+    return built.together.sum_tokens(own)
 
 
 def _token_log_probs(
