@@ -37,6 +37,7 @@ class OptimizerFamily(ABC):
     unsharded_only: ClassVar[tuple[str, ...]] = ()
     updates_parts: ClassVar[bool] = False  # proven on shards of what ranks share (`parallel.tp`)
     updates_stages: ClassVar[bool] = False  # proven on the stages of a pipeline (`parallel.pp`)
+    gathers: ClassVar[bool] = False  # puts matrices together that ranks cut: see `TensorSpec`
     updates_on_host: ClassVar[bool] = False  # proven on shards that wait there (`offload`)
     # implementations of which torchao has a form whose states are on the host (`offload`)
     offloaded: ClassVar[tuple[str, ...]] = ()

@@ -3,6 +3,9 @@
 torch.optim.Muon updates matrices alone. As its documentation says, embeddings, the head, vectors
 and tensors of several matrices (experts) are AdamW's, here torch's fused one. One learning rate
 serves both: Muon's update is scaled to the root mean square of AdamW's (2502.16982, section 2.2).
+
+Ranks that have parts of a matrix put its update together, make it orthogonal each for itself, and
+take their parts of the result: torch's own, on DTensors, would gather in each of its products.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from memfit.meta.meter import Meter
 from memfit.meta.tensor import Tensor, empty
 from memfit.optimizers import Counted, OptimizerFamily, optimizers
 from memfit.optimizers.adamw import STEP
+from memfit.optimizers.shared.gathered import cut_matrix, gather_matrix
 from memfit.optimizers.shared.loops import bytes_made, rise_of
 from memfit.records.ledger import Kind
 from memfit.records.model import TensorSpec
@@ -32,10 +36,9 @@ class Muon(OptimizerFamily):
     """A matrix keeps one momentum of its own dtype; what AdamW updates, two moments."""
 
     implementations = ("loop",)
-    unsharded_only = ("loop",)
-    unsharded_reason = (
-        "every rank would gather each matrix, in bytes that no certificate has been held to yet"
-    )
+    updates_parts = True
+    updates_stages = True
+    gathers = True
 
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
         """See `OptimizerFamily.state`."""
@@ -66,7 +69,7 @@ class Muon(OptimizerFamily):
         """See `OptimizerFamily.flop`: X X^T, its square, and their product with X, 5 times."""
         if not is_orthogonal(parameter):
             return 0.0
-        short, long = sorted(parameter.shape)
+        short, long = sorted(parameter.whole or parameter.shape)
         return float(STEPS * (4 * short * short * long + 2 * short**3))
 
     def build(
@@ -126,6 +129,9 @@ def _torch_class() -> Callable[..., Any]:
             """Each group's own optimizer, over what the group holds now."""
             del closure
             for group in self.param_groups:
+                if group["by"] == "muon" and hasattr(group["params"][0], "device_mesh"):
+                    _step_shards(group, self.state)
+                    continue
                 own = self.inner[group["by"]]
                 own.param_groups, own.state = [group], self.state
                 own.step()
@@ -133,19 +139,49 @@ def _torch_class() -> Callable[..., Any]:
     return MuonAndAdamW
 
 
+def _step_shards(group: dict[str, Any], states: dict[Any, dict[str, Any]]) -> None:
+    """As torch/optim/_muon.py, `_single_tensor_muon`, of matrices that ranks cut."""
+    import torch
+    from torch.optim._muon import (  # the very steps of one process
+        _adjust_lr,
+        _zeropower_via_newtonschulz,
+    )
+
+    learned = [p for p in group["params"] if p.grad is not None]
+    for p in learned:
+        if "momentum_buffer" not in states[p]:
+            states[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+    rate, decayed = group["lr"], 1 - group["lr"] * group["weight_decay"]
+    for p in learned:
+        gradient, momentum = p.grad.to_local(), states[p]["momentum_buffer"].to_local()
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        update = gather_matrix(update, p)
+        update = _zeropower_via_newtonschulz(
+            update, group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
+        own = p.to_local().mul_(decayed)
+        own.add_(cut_matrix(update, p), alpha=-_adjust_lr(rate, group["adjust_lr_fn"], p.shape))
+
+
 def _loop(parameters: Sequence[TensorSpec], meter: Meter) -> None:
-    """The local variables of torch/optim/_muon.py, `_single_tensor_muon`."""
+    """The local variables of torch/optim/_muon.py, `_single_tensor_muon`, and of `_step_shards`."""
     update: Tensor | None = None
     for spec in parameters:
         if is_orthogonal(spec):
             update = empty(meter, spec.shape, spec.dtype, Kind.TEMPORARY)  # Nesterov's
-            update = _orthogonalise(update, meter)
+            made = update
+            for shape in spec.gathers:
+                made = empty(meter, shape, spec.dtype, Kind.TEMPORARY)
+            update = made
+            del made
+            update = _orthogonalise(update, spec.whole or spec.shape, meter)
     del update
 
 
-def _orthogonalise(gradient: Tensor, meter: Meter) -> Tensor:
+def _orthogonalise(gradient: Tensor, shape: tuple[int, ...], meter: Meter) -> Tensor:
     """`_zeropower_via_newtonschulz`, in bf16; (rows, columns) -> the same."""
-    shape, make = gradient.shape, partial(empty, meter, dtype="bfloat16", kind=Kind.TEMPORARY)
+    make = partial(empty, meter, dtype="bfloat16", kind=Kind.TEMPORARY)
     short = min(shape)
     result = gradient if gradient.dtype == "bfloat16" else make(shape)
     norm = make(())

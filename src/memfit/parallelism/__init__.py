@@ -87,7 +87,7 @@ def shard(
     )
 
     if recipe.parallel.tp > 1:
-        split_products(embedding, blocks, tail, mesh["tp"])
+        split_products(embedding, blocks, tail, mesh["tp"], scores=recipe.scores)
     others = tuple(name for name in mesh.mesh_dim_names or () if name not in ("pp", "tp"))
     mesh = mesh if others == mesh.mesh_dim_names else mesh[others]
     policy = MixedPrecisionPolicy()

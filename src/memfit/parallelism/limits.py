@@ -48,6 +48,12 @@ def check_ranks(recipe: Recipe) -> None:
             f" ranks: {family.unsharded_reason}",
             hint=f"use `optimizer.{other}`",
         )
+    if family.gathers and optimizer.in_backward:
+        raise InvalidRequest(
+            f"updates within backward of {optimizer.name} would gather whole matrices there, which"
+            f" {ranks} ranks are not proven to do in one order",
+            hint="use `optimizer.in_backward: false`",
+        )
     if recipe.scaled:
         raise InvalidRequest(
             f"`precision: {recipe.precision}` skips steps that overflow, and {ranks} ranks do not"

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from memfit.families import families_that, find_family
+from memfit.meta.layers.qat import GROUP
 from memfit.optimizers import find_optimizer, optimizers_that
 from memfit.records.model import Architecture
 from memfit.records.recipe import Parallel, Recipe
@@ -81,11 +82,16 @@ def why_no_shared_products(recipe: Recipe, name: str, a: Architecture) -> tuple[
 
 
 def _divided(recipe: Recipe, a: Architecture) -> tuple[tuple[str, int], ...]:
-    return (
+    found = (
         ("heads", a.heads), ("key and value heads", a.kv_heads),
         ("columns of the feed-forward", a.ffn), ("tokens of the vocabulary", a.vocab),
         ("tokens of a row", recipe.sequence_length),
     )  # fmt: skip
+    if recipe.qat != "int4":
+        return found
+    inputs = ("output projection", a.heads * a.head_dim), ("down projection", a.ffn)
+    groups = ((f"groups of {GROUP} inputs of the {name}", n // GROUP) for name, n in inputs)
+    return *found, *groups
 
 
 def find_degrees(recipe: Recipe, architecture: Architecture) -> list[int]:
@@ -98,14 +104,14 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What of a recipe is not built for such ranks, and what to use instead."""
     name = recipe.optimizer.name
     yield from _refused_adapters(recipe)
-    if recipe.scores:
-        yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
+    if recipe.scores and recipe.adapted:
+        problem = (
+            f"`objective: {recipe.objective}` with `method: {recipe.method}` has a copied head"
+        )
+        yield f"{problem}, which is not cut for such ranks", f"use `method: full`, or {OTHERWISE}"
     if recipe.compile != "none":
         problem = f"`compile: {recipe.compile}` would take shared products into its graph"
         yield problem, "use `compile: none`"
-    if recipe.qat:
-        problem = f"`qat: {recipe.qat}` rounds by the largest weight of a row, which is cut"
-        yield problem, "leave `qat` out"
     if recipe.loss == "chunked":
         problem = "`loss: chunked` takes whole rows of logits, of which each rank has a part"
         yield problem, "use `loss: plain`, whose logits the ranks share"
@@ -135,7 +141,12 @@ def _refused_adapters(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def split_products(
-    embedding: nn.Module, blocks: Sequence[nn.Module], tail: Sequence[nn.Module], mesh: DeviceMesh
+    embedding: nn.Module,
+    blocks: Sequence[nn.Module],
+    tail: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    scores: bool = False,
 ) -> None:
     """Cut these modules among the ranks of the axis `tp`, in place; a tied head stays tied.
 
@@ -143,7 +154,8 @@ def split_products(
     tokens of the vocabulary. The final norm's output is gathered: (batch, tokens, hidden).
 
     tail: the final norm, where this stage has it, and the head. A module without weights stands
-    where another stage has the one that is meant, and is left alone.
+    where another stage has the one that is meant, and is left alone. scores: the head makes one
+    number of a row, which each rank makes whole.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -166,7 +178,10 @@ def split_products(
     ends = (
         (embedding, into),
         *((norm, style) for norm in norms for style in (SequenceParallel(), gathered)),
-        (head, ColwiseParallel(output_layouts=last, use_local_output=False)),
+        (
+            head,
+            _whole() if scores else ColwiseParallel(output_layouts=last, use_local_output=False),
+        ),
     )
     for block in blocks:
         parallelize_module(block, mesh, _styles(block))
@@ -217,6 +232,20 @@ def _styles(block: nn.Module) -> dict[str, Any]:
         elif leaf in PER_HEAD:  # (batch, tokens, heads, head_dim)
             styles[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return styles
+
+
+def _whole() -> Any:
+    """The style of a module that each rank has and runs whole, gradients alike."""
+    from torch.distributed.tensor import distribute_module
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    class Whole(ParallelStyle):
+        """Weights of the mesh, without another effect."""
+
+        def _apply(self, module: Any, device_mesh: Any) -> Any:
+            return distribute_module(module, device_mesh)
+
+    return Whole()
 
 
 def _alone(cut: int | None) -> Any:

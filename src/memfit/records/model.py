@@ -45,6 +45,10 @@ class TensorSpec(Record, frozen=True, kw_only=True):
     end: bool = False  # of the embedding or the head, which some optimizers treat otherwise
     decays: bool = True  # no bias and no norm; see `is_decayed`
     faster: bool = False  # of what LoRA+ gives a higher rate
+    # of a rank's part of a matrix that an update puts together: its shape then, and the buffers
+    # that come and go until it is whole (`optimizers.shared.gathered`)
+    whole: tuple[int, ...] = ()
+    gathers: tuple[tuple[int, ...], ...] = ()
 
     @property
     def numel(self) -> int:

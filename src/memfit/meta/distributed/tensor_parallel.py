@@ -15,9 +15,12 @@ from memfit.meta.tensor import Shape, Tensor, empty, workspace
 from memfit.meta.workspace import embedding_backward
 
 
-def gather_tokens(x: Tensor, tp: int) -> Tensor:
-    """(batch, tokens / tp, width) -> (batch, tokens, width); backward sums, and cuts tokens."""
-    node = record(_summing(tp), (x,))
+def gather_tokens(x: Tensor, tp: int, *, alike: bool = False) -> Tensor:
+    """(batch, tokens / tp, width) -> (batch, tokens, width); backward sums, and cuts tokens.
+
+    alike: ranks do the same with what is gathered, so that nothing is summed.
+    """
+    node = record(_taking(tp) if alike else _summing(tp), (x,))
     return attach(node, _gathered(x, tp))
 
 
@@ -30,6 +33,15 @@ def sum_tokens(x: Tensor, tp: int) -> Tensor:
 def _summing(tp: int) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         return (_summed(upstream(grads), tp),)
+
+    return rule
+
+
+def _taking(tp: int) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        rows, tokens, width = grad.shape
+        return (empty(grad.meter, (rows, tokens // tp, width), grad.dtype),)
 
     return rule
 

@@ -16,6 +16,7 @@ from memfit.parallelism.tensor import cut_dim
 from memfit.records.model import DTYPE_BYTES, Model
 from memfit.records.recipe import Recipe
 
+SCORE = "score.weight"
 ENDS = ("norm", "head")  # parts of the unit that holds both, in memfit's own step
 Mark = Callable[[str, str], None]
 Named = tuple[str, tuple[int, ...], str, bool, str]  # name, shape, dtype, trainable, part
@@ -135,7 +136,12 @@ def fill(unit: Unit, rows: Iterable[Named]) -> Weights:
     """These weights, of this unit."""
     shared = unit.shared.sharding.tp > 1
     return {
-        name: unit.add(shape, dtype, trainable=trainable, summed=shared and cut_dim(name) is None)
+        name: unit.add(
+            shape,
+            dtype,
+            trainable=trainable,
+            summed=shared and cut_dim(name) is None and name != SCORE,  # which all make alike
+        )
         for name, shape, dtype, trainable, _ in rows
     }
 

@@ -97,7 +97,7 @@ def _summed(forward: Forward, weights: Weights, name: str, x: Tensor, *, tp: int
 @module
 def _last_norm(forward: Forward, weight: Tensor, x: Tensor, tp: int) -> Tensor:
     x = rms_norm(forward, weight, x, feeds=False)
-    return tensor_parallel.gather_tokens(x, tp)
+    return tensor_parallel.gather_tokens(x, tp, alike=forward.architecture.scores)
 
 
 def _sum(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:

@@ -213,11 +213,11 @@ class _Run:
             return
         self.simulation.mark("embedding", "embedding")
         inputs = self.batches[0]
-        kept = [inputs.input_ids.shape[:1]] if setting.loss.references else []
-        kept += [()] if setting.loss.mismatches else []  # the baseline
+        results = [inputs.input_ids.shape[:1]] if setting.loss.references else []
+        results += [()] if setting.loss.mismatches else []  # the baseline
         if others := self.stages.micro_batches - 1:
             with meter.standing_for(others):
-                self.scored += [meta.empty(meter, shape, "float32") for shape in kept]
+                self.scored += [meta.empty(meter, shape, "float32") for shape in results]
         found: list[Tensor] = []
         for _ in range(setting.loss.references):  # of the rows, and of as many mismatched ones
             found.append(self._score(inputs, mine, base=True))

@@ -5,9 +5,11 @@ None of it depends on the shape of a micro-batch, so it is summed once for a mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from memfit.adapters.shared.peft_layers import base_name
 from memfit.families import find_family, read_model
@@ -17,6 +19,7 @@ from memfit.meta.layers.quantised import quantising_bytes
 from memfit.meta.meter import block_size
 from memfit.meta.workspace import foreach_norm
 from memfit.optimizers import Counted, find_optimizer
+from memfit.optimizers.shared.gathered import find_gathers
 from memfit.optimizers.shared.groups import in_order, split_specs
 from memfit.optimizers.shared.offloaded import stays
 from memfit.parallelism.pipeline import stage_model
@@ -86,16 +89,29 @@ class _Around:
     """Sums over the weights of one model."""
 
     def __init__(self, model: Model, recipe: Recipe, device: Device, rank: int) -> None:
-        self.model = local_model(model, recipe.parallel, rank)
+        self.whole_model, self.model = model, local_model(model, recipe.parallel, rank)
         self.whole = cut_model(stage_model(model, recipe.parallel, rank), recipe.parallel)
         self.recipe = recipe
         self.device = device
         self.sharding = find_sharding(recipe, rank)
-        self.trainable = in_order(
-            (w.spec for w in self.model.weights if w.trainable), recipe.optimizer
-        )
+        self.trainable = in_order(self._trained(rank), recipe.optimizer)
         self.on_host = self.sharding is not None and self.sharding.on_host  # all but buffers
         self.shared = False  # whether the states' shared tensors are counted already
+
+    def _trained(self, rank: int) -> Iterator[TensorSpec]:
+        """What this rank updates, with what it gathers where its optimizer does."""
+        recipe, held = self.recipe, self.sharding
+        own = [w.spec for w in self.model.weights if w.trainable]
+        if held is None or not find_optimizer(recipe.optimizer).gathers:
+            yield from own
+            return
+        staged = stage_model(self.whole_model, recipe.parallel, rank)
+        parts, wholes = ([w.shape for w in m.weights if w.trainable] for m in (self.whole, staged))
+        for spec, part, whole in zip(own, parts, wholes, strict=True):
+            if len(whole) == 2:
+                gathers = find_gathers(spec.shape, part, whole, held.shards)
+                spec = replace(spec, whole=whole, gathers=gathers)
+            yield spec
 
     def load(self, model: Model) -> Parts:
         """Parameters and buffers."""

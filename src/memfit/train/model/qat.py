@@ -13,23 +13,30 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from memfit.families import read_model
 from memfit.families.capabilities.products import is_of_block
 from memfit.meta.layers.qat import GROUP
+from memfit.parallelism.whole import is_sharded
 from memfit.records.recipe import Recipe
 
 BITS = {"int8": 8, "int4": 4}
 SWITCH = "rounds"  # the attribute of a projection whose weight is rounded
 
 
-def round_weight(weight: Tensor, qat: str) -> Tensor:
-    """(out, in) in fp32 -> the same as its codes stand for; no gradient."""
+def round_weight(weight: Tensor, qat: str, group: dist.ProcessGroup | None = None) -> Tensor:
+    """(out, in) in fp32 -> the same as its codes stand for; no gradient.
+
+    group: ranks that have the other parts of each row, where a row shares a scale.
+    """
     out, into = weight.shape
     half = 2 ** (BITS[qat] - 1)
     groups = weight.view(out, -1, GROUP if qat == "int4" else into)
     scale: Tensor = torch.linalg.vector_norm(groups, float("inf"), dim=-1, keepdim=True)
+    if group is not None:
+        cast(Any, dist).all_reduce(scale, cast(Any, dist).ReduceOp.MAX, group=group)
     scale.div_(half - 0.5).clamp_(min=torch.finfo(torch.float32).eps)
     codes = groups * scale.reciprocal()
     codes.round_().clamp_(-half, half - 1).mul_(scale)
@@ -38,12 +45,29 @@ def round_weight(weight: Tensor, qat: str) -> Tensor:
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, qat: str) -> Tensor:
-        return round_weight(weight, qat)
+    def forward(ctx: Any, weight: Tensor, qat: str, group: dist.ProcessGroup | None) -> Tensor:
+        return round_weight(weight, qat, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+        return grads[0], None, None
+
+
+def _round(weight: Any, qat: str) -> Tensor:
+    """A weight rounded; of one that ranks share, each its part, as the whole would be."""
+    if not is_sharded(weight):
+        return cast(Tensor, _Rounded.apply(weight, qat, None))  # type: ignore[no-untyped-call]
+    from torch.distributed.tensor import DTensor
+
+    (place,) = weight.placements
+    parts = place.is_shard(1) and qat == "int8"  # of rows; in int4 a part has scales of its own
+    group = weight.device_mesh.get_group() if parts else None
+    rounded = _Rounded.apply(weight.to_local(), qat, group)  # type: ignore[no-untyped-call]
+    made: Tensor = DTensor.from_local(
+        rounded, weight.device_mesh, [place], run_check=False, shape=weight.shape,
+        stride=weight.stride(),
+    )  # fmt: skip
+    return made
 
 
 def apply_qat(model: nn.Module, recipe: Recipe) -> nn.Module:
@@ -68,7 +92,7 @@ class _Forward:
         module = self.module
         weight: Tensor = module.weight
         if getattr(module, SWITCH):
-            weight = cast(Tensor, _Rounded.apply(weight, self.qat))  # type: ignore[no-untyped-call]
+            weight = _round(weight, self.qat)
         return nn.functional.linear(x, weight, module.bias)
 
 

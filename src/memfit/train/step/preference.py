@@ -207,10 +207,15 @@ def row_scores(
     hidden (rows, tokens, hidden); labels (rows, tokens), -100 but at the token that is scored.
     """
     shared = together.tokens is not None
-    picked = cast(Tensor, _AtEnds.apply(hidden, labels, shared))  # type: ignore[no-untyped-call]
-    scores = head(picked)
+    mesh = getattr(hidden, "device_mesh", None)  # of ranks that share products, and have all tokens
+    picked = _AtEnds.apply(local_part(hidden), labels, shared)  # type: ignore[no-untyped-call]
+    if mesh is not None:
+        from torch.distributed.tensor import DTensor
+
+        picked = DTensor.from_local(picked, mesh, run_check=False)  # the same on all
+    scores = local_part(head(picked))
     del picked
-    return cast(Tensor, scores.float().squeeze(1))
+    return scores.float().squeeze(1)
 
 
 class _AtEnds(torch.autograd.Function):
