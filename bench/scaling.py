@@ -29,6 +29,7 @@ from memfit import __version__, api
 from memfit.core.errors import Error
 from memfit.core.units import GIB
 from memfit.families import read_model
+from memfit.plan.step_time.arrays import change
 from memfit.plan.step_time.rates import Setting
 from memfit.plan.step_time.read import read_setting
 from memfit.plan.step_time.step import predict_step
@@ -90,7 +91,7 @@ def faster(setting: Setting, what: str) -> float:
         wider = {name: 2 * getattr(links, name) for name in double}
         machine = machine._replace(links=links._replace(**wider))
     elif what == "bubble":
-        layout = layout._replace(bubble=0.0)
+        layout = change(layout, bubble=0.0)
     changed = setting._replace(machine=machine, layout=layout)
     return float(predict_step(changed).total)
 

@@ -23,6 +23,7 @@ from memfit.accuracy.corpus import Row, read_corpus
 from memfit.accuracy.time_errors import clock_basis, network_of, time_rows
 from memfit.plan.request.problem import find_device
 from memfit.plan.step_time.adapters import list_matrices, with_adapters
+from memfit.plan.step_time.arrays import gather, list_names, list_numbers
 from memfit.plan.step_time.communication.collectives import Links
 from memfit.plan.step_time.rates import (
     DEVICE_FIELDS,
@@ -140,10 +141,16 @@ def tabulate(rows: Iterable[Row]) -> Table:
         sources.append(row.source.name.split(" ")[0])
         fit.append(row.split == "fit")
     return Table(
-        Shape(*numpy.array(shapes).T), Layout(*numpy.array(layouts).T),
+        Shape(*numpy.array(shapes).T), stack_layouts(layouts),
         _stack(machines), chains, numpy.array(seconds), sources,
         numpy.array(fit),
     )  # fmt: skip
+
+
+def stack_layouts(layouts: Sequence[Layout]) -> Layout:
+    """One layout whose numbers are arrays, an element for each of `layouts`."""
+    rows = [list_numbers(layout) for layout in layouts]
+    return gather(Layout, {name: numpy.array([row[name] for row in rows]) for name in rows[0]})
 
 
 def _stack(machines: Sequence[Machine]) -> Machine:
@@ -157,12 +164,12 @@ class Fit:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        known = {row[field][0] for row in table.chains for field in Rates._fields}
+        known = {row[field][0] for row in table.chains for field in list_names(Rates)}
         self.names = sorted(known)
         at = {name: i for i, name in enumerate(self.names)}
         self.index = {
             field: numpy.array([at[row[field][0]] for row in table.chains])
-            for field in Rates._fields
+            for field in list_names(Rates)
         }
         priors = [prior_of(name) for name in self.names]
         self.start = numpy.log([p.value for p in priors])
@@ -172,7 +179,7 @@ class Fit:
     def seconds(self, x: Any) -> Any:
         """Predicted seconds of all rows."""
         values = numpy.exp(x)
-        rates = Rates(**{field: values[i] for field, i in self.index.items()})
+        rates = gather(Rates, {field: values[i] for field, i in self.index.items()})
         t = self.table
         return predict_step(Setting(t.shape, t.layout, t.machine, rates)).total
 
@@ -197,7 +204,7 @@ def write(fit: Fit, x: Any, mask: Sequence[bool]) -> None:
         name
         for row, counts in zip(fit.table.chains, mask, strict=True)
         if counts
-        for name in {row[field][0] for field in Rates._fields}
+        for name in {row[field][0] for field in list_names(Rates)}
     )
     found = {name: float(numpy.exp(v)) for name, v in zip(fit.names, x, strict=True)}
     _write({**_others(), **_middle(found, used), **found}, used)
@@ -239,7 +246,7 @@ def _others() -> dict[str, float]:
     made += [f"attention.other.{kernel}" for kernel in ATTENTION]
     made += [
         f"{'other' if field in FRAMEWORK_FIELDS else 'shared'}.{field}"
-        for field in Rates._fields
+        for field in list_names(Rates)
         if field not in DEVICE_FIELDS
     ]
     return {name: prior_of(name).value for name in made}

@@ -19,6 +19,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.plan.request.problem import first_recipe, read_problem
 from memfit.plan.search.candidate import Candidate
 from memfit.plan.step_time.adapters import PROJECTIONS
+from memfit.plan.step_time.arrays import change
 from memfit.plan.step_time.predicted_time import find_setting
 from memfit.plan.step_time.rollouts.decode_range import DecodeErrors
 from memfit.plan.step_time.rollouts.decoding import Decoding, Step, step_seconds, time_step
@@ -120,8 +121,8 @@ def _read(row: DecodeRow) -> Decoding:
     totals = Candidate.of(problem, recipe).totals
     setting = find_setting(totals, recipe, problem.device)
     share = row.adapters / PROJECTIONS
-    layout = setting.layout._replace(
-        micro_batch=1.0 * row.rows, sequence=1.0, adapters=share, adapted=share
+    layout = change(
+        setting.layout, micro_batch=1.0 * row.rows, sequence=1.0, adapters=share, adapted=share
     )
     fused = find_base_format(row.base_format).fused_rows(problem.device.compute_capability)
     return Decoding(

@@ -127,23 +127,23 @@ def test_every_projection_adapted_is_what_the_constants_were_fitted_on(tiny_reci
     model, device = read_model(recipe.model), find_device("h100-sxm")
     every = replace(recipe, lora=replace(recipe.lora, targets=all_linear(model)))
     layout = read_setting(every, model, device).layout
-    assert (layout.adapters, layout.adapted, layout.spared) == (1.0, 1.0, 0.0)
+    assert (layout.beside.adapters, layout.beside.adapted, layout.beside.spared) == (1.0, 1.0, 0.0)
     layout = read_setting(recipe, model, device).layout
-    assert layout.adapters == pytest.approx(2 / PROJECTIONS)
+    assert layout.beside.adapters == pytest.approx(2 / PROJECTIONS)
     # of 28 hidden widths and so on: q 2048 + 2048, v 2048 + 512, over all seven projections'
-    assert layout.adapted == pytest.approx(6656 / (3 * 4096 + 2560 + 3 * 10240 - 1536))
+    assert layout.beside.adapted == pytest.approx(6656 / (3 * 4096 + 2560 + 3 * 10240 - 1536))
 
 
 def test_other_frameworks_names_leave_what_was_fitted(tiny_recipe):
     recipe = make(tiny_recipe, "llama-3.2-1b", "h100-sxm", "lora", 1, 512)
     joined = replace(recipe, lora=replace(recipe.lora, targets=("linear_qkv", "linear_proj")))
     layout = read_setting(joined, read_model(recipe.model), find_device("h100-sxm")).layout
-    assert (layout.adapters, layout.adapted, layout.spared) == (1.0, 1.0, 0.0)
+    assert (layout.beside.adapters, layout.beside.adapted, layout.beside.spared) == (1.0, 1.0, 0.0)
 
 
 def test_frozen_blocks_without_adapters_have_none(tiny_recipe):
     recipe = make(tiny_recipe, "llama-3.2-1b", "h100-sxm", "full", 1, 512)
     frozen = replace(recipe, method="freeze", freeze=Freeze(last_blocks=1))
     layout = find_setting(sums(frozen), frozen, find_device("h100-sxm")).layout
-    assert (layout.adapters, layout.adapted) == (0.0, 0.0)
+    assert (layout.beside.adapters, layout.beside.adapted) == (0.0, 0.0)
     assert seconds(frozen) < seconds(recipe)

@@ -9,6 +9,7 @@ from memfit.adapters import find_adapter
 from memfit.catalog import find_device
 from memfit.families import read_model
 from memfit.families.capabilities.kv_cache import layer_caches
+from memfit.plan.step_time.arrays import change
 from memfit.plan.step_time.predicted_time import find_setting, sum_up
 from memfit.plan.step_time.rollouts import decoding
 from memfit.plan.step_time.rollouts.decoding import Decoding, count_operations, time_step
@@ -50,7 +51,7 @@ def make(recipe, device=H100, rows=1, fused=0):
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     totals = sum_up(model)
     setting = find_setting(totals, recipe, device)
-    layout = setting.layout._replace(micro_batch=float(rows), sequence=1.0)
+    layout = change(setting.layout, micro_batch=float(rows), sequence=1.0)
     a = totals.architecture
     return Decoding(
         setting._replace(layout=layout), recipe, a, len(totals.matrices) / a.layers, device, fused

@@ -71,8 +71,17 @@ def test_a_layout_is_the_recipes():
     asked = recipe(recompute={"blocks": 8})
     shape = read_shape(read_model(asked.model))
     layout = read_layout(asked, shape, read_basis(asked))
-    assert (layout.dp, layout.tp, layout.accumulation, layout.zero) == (4, 4, 32, 1)
-    assert (layout.repeated, layout.gradient_bytes, layout.trains) == (0.25, 4, 1)
+    assert (layout.mesh.dp, layout.mesh.tp, layout.rows.accumulation, layout.mesh.zero) == (
+        4,
+        4,
+        32,
+        1,
+    )
+    assert (layout.recompute.repeated, layout.sent.gradient_bytes, layout.update.trains) == (
+        0.25,
+        4,
+        1,
+    )
     assert find_links(find_device("h100-sxm"), asked, Network()).per_machine == 8
     assert find_links(find_device("gb200"), asked, Network()).per_machine == 16  # one rack
 
@@ -84,7 +93,7 @@ def test_constants_are_the_builds_own_then_the_frameworks_then_anyones():
     assert chain["products"][0] == "products.hopper.fp8"
     table = rates.read_rates()
     unheard = rates.find_rates(device, "unheard-of", "fp8", "fused")
-    assert unheard.launch == table["other.launch"].value
+    assert unheard.host.launch == table["other.launch"].value
     assert "no published run of `unheard-of`" in rates.explain(device, "unheard-of", "fp8", "fused")
 
 
@@ -146,4 +155,4 @@ def test_blocks_of_stages_are_dealt_as_the_framework_deals_them(layers):
         )  # fmt: skip
         layout = read_layout(asked, read_shape(read_model(asked.model)), read_basis(asked))
         sizes = [sum(map(len, stage)) for stage in deal_blocks(layers, pp, chunks)]
-        assert (layout.most, layout.last) == (max(sizes[:-1]), sizes[-1])
+        assert (layout.stages.most, layout.stages.last) == (max(sizes[:-1]), sizes[-1])

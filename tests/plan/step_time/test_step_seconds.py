@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.plan.step_time import block, step, work
-from memfit.plan.step_time.arrays import beside, ceil_div, larger, log2, smaller, where
+from memfit.plan.step_time.arrays import (
+    beside,
+    ceil_div,
+    change,
+    gather,
+    larger,
+    list_names,
+    list_numbers,
+    log2,
+    smaller,
+    where,
+)
 from memfit.plan.step_time.communication import collectives, exchanges
 from memfit.plan.step_time.pipeline.exact import bubble_share
 from memfit.plan.step_time.pipeline.orders import Schedule
@@ -25,23 +36,24 @@ SHAPE = work.Shape(
 SPARSE = SHAPE._replace(
     experts=64.0, per_token=8.0, expert_ffn=1024.0, shared_ffn=2048.0, plain=0.25
 )
-LAYOUT = work.Layout(
+LAYOUT = gather(work.Layout, dict(
     sequence=8192.0, micro_batch=1.0, accumulation=4.0, dp=1.0, shard=1.0, zero=0.0, tp=1.0,
     sequence_parallel=0.0, cp=1.0, pp=1.0, chunks=1.0, ep=1.0, repeated=0.0, selective=0.0,
     products_repeated=0.0, narrow=0.0, gradient_bytes=4.0, state_bytes=30.0, trains=1.0,
     packed=0.0, compiled=0.0, written_out=0.0, asynchronous=0.0, deduplicated=0.0,
     overlapped=0.0, most=32.0, last=32.0, balanced=0.0, offloaded=0.0,
     element=2.0, entered=1.0, chunk_bytes=0.0,
-)  # fmt: skip
+))  # fmt: skip
 MACHINE = Machine(
     products=8e14, wide_products=8e14, wide_peak=1e15, memory=3e12, host=5e10,
     links=collectives.Links(inside=4e11, outside=5e10),
 )  # fmt: skip
-IDEAL = Rates(**dict.fromkeys(Rates._fields, 0.0))._replace(
+IDEAL = gather(Rates, dict.fromkeys(list_names(Rates), 0.0) | dict(
     products=1.0, head=1.0, attention=1.0, memory=1.0, link=1.0, network=1.0, slowdown=1.0,
     misaligned=1.0, grouped=1.0, fused=1.0, asynchronous=1.0,
-)  # fmt: skip
-USUAL = IDEAL._replace(
+))  # fmt: skip
+USUAL = change(
+    IDEAL,
     products=0.9, attention=0.5, memory=0.6, link=0.8, network=0.8, tile=100.0, weight_traffic=1.0,
     narrow_head=0.2, passes=1.0, launch=2e-3, expert_launch=3e-3, exposed_data=0.3,
     exposed_all_reduce=0.3, exposed_tensor=0.7, fixed=0.01, straggling=0.005, dispatch=0.4,
@@ -52,7 +64,7 @@ USUAL = IDEAL._replace(
 
 
 def setting(rates=USUAL, shape=SHAPE, machine=MACHINE, **layout):
-    return Setting(shape, LAYOUT._replace(**layout), machine, rates)
+    return Setting(shape, change(LAYOUT, **layout), machine, rates)
 
 
 def with_links(**changes):
@@ -67,13 +79,13 @@ def test_a_large_product_takes_its_flop_and_a_single_row_its_weights_bytes():
     large = block.multiply(work.Product(8192.0, 4096.0, 4096.0), 8e14, setting(IDEAL))
     assert large.forward == pytest.approx(2 * 8192 * 4096 * 4096 / 8e14)
     assert large.all == 3 * large.forward
-    moved = IDEAL._replace(weight_traffic=2.0)  # all of a 16-bit weight's two bytes an element
+    moved = change(IDEAL, weight_traffic=2.0)  # all of a 16-bit weight's two bytes an element
     one = block.multiply(work.Product(1.0, 4096.0, 4096.0), 8e14, setting(moved))
     assert one.forward == pytest.approx(2 * 4096 * 4096 / 3e12, rel=0.01)
 
 
 def test_a_weights_gradient_reads_and_writes_a_buffer_of_four_bytes_an_element():
-    moved = IDEAL._replace(weight_traffic=2.0)
+    moved = change(IDEAL, weight_traffic=2.0)
     found = block.multiply(work.Product(1.0, 4096.0, 4096.0), 8e14, setting(moved))
     busy = 2 * 4096 * 4096 / 8e14
     assert found.weights - busy == pytest.approx(8 * 4096 * 4096 / 3e12)
@@ -82,10 +94,10 @@ def test_a_weights_gradient_reads_and_writes_a_buffer_of_four_bytes_an_element()
 
 
 def test_a_step_waits_for_its_launches_where_they_take_longer_than_its_work():
-    slow = IDEAL._replace(launch=1.0)
+    slow = change(IDEAL, launch=1.0)
     found = step.predict_step(setting(slow, sequence=128.0))
     assert found.forward + found.backward + found.waiting == pytest.approx(4 * 32 * 1.0, rel=1e-3)
-    fast = step.predict_step(setting(IDEAL._replace(launch=1e-6)))
+    fast = step.predict_step(setting(change(IDEAL, launch=1e-6)))
     assert fast.waiting == pytest.approx(0, abs=1e-6)
 
 
@@ -106,7 +118,7 @@ def test_an_exposed_all_reduce_moves_twice_its_bytes_less_a_share():
     assert exchanges.tensor_seconds(tp) == pytest.approx(ring)
     cut = setting(IDEAL, tp=4.0, sequence_parallel=1.0)  # gathered and scattered instead
     assert exchanges.tensor_seconds(cut) == pytest.approx(ring + 8.4e-6)
-    whole = step.predict_step(setting(IDEAL._replace(exposed_tensor=1.0), tp=4.0))
+    whole = step.predict_step(setting(change(IDEAL, exposed_tensor=1.0), tp=4.0))
     # two in a block's forward, two in its backward
     assert whole.tensor == pytest.approx(4 * 4 * 32 * exchanges.tensor_seconds(tp))
 
@@ -179,7 +191,7 @@ def test_every_message_of_a_step_takes_what_one_function_says(monkeypatch):
         "accumulation": 4.0, "most": 16.0, "last": 16.0,
     }  # fmt: skip
     links = ("exposed_data", "exposed_all_reduce", "exposed_tensor", "dispatch", "dispatch_across")
-    rates = IDEAL._replace(**dict.fromkeys(links, 1.0))
+    rates = change(IDEAL, **dict.fromkeys(links, 1.0))
     shapes = SPARSE, SHAPE._replace(own_head=0.0)
     for shape in shapes:
         for zero in (0.0, 1.0, 3.0):
@@ -206,9 +218,9 @@ def test_gradients_hide_behind_a_backward_that_is_long_enough():
 
 
 def test_experts_multiply_the_tokens_that_reach_them():
-    rows = [p.m for p in work.expert_products(SPARSE, LAYOUT._replace(ep=8.0))]
+    rows = [p.m for p in work.expert_products(SPARSE, change(LAYOUT, ep=8.0))]
     assert rows == [8192 * 8 / 8] * 2  # 8 of a token's visits over 8 experts of a rank
-    flop = sum(p.flop for p in work.expert_products(SPARSE, LAYOUT._replace(ep=8.0)))
+    flop = sum(p.flop for p in work.expert_products(SPARSE, change(LAYOUT, ep=8.0)))
     assert flop == 2 * 8192 * 8 * 3 * 4096 * 1024
 
 
@@ -256,13 +268,26 @@ def test_more_recomputation_never_speeds_a_step_up(layout, shape):
 @given(st.lists(st.tuples(layouts, shapes), min_size=2, max_size=6))
 def test_arrays_are_numbers_side_by_side(cases):
     alone = [seconds(shape=shape, **layout) for layout, shape in cases]
+    rows = [list_numbers(change(LAYOUT, **layout)) for layout, _ in cases]
     stacked = Setting(
         work.Shape(*numpy.array([shape for _, shape in cases]).T),
-        work.Layout(*numpy.array([LAYOUT._replace(**layout) for layout, _ in cases]).T),
+        gather(work.Layout, {name: numpy.array([row[name] for row in rows]) for name in rows[0]}),
         MACHINE,
         USUAL,
     )
     assert step.predict_step(stacked).total == pytest.approx(alone, rel=1e-12)
+
+
+def test_numbers_of_nested_records_are_read_and_changed_by_their_names():
+    changed = change(LAYOUT, tp=4.0, bubble=0.5)
+    assert (changed.mesh.tp, changed.stages.bubble) == (4.0, 0.5)
+    expected = list_numbers(LAYOUT) | {"tp": 4.0, "bubble": 0.5}
+    assert list_numbers(changed) == expected
+    for kind in (work.Layout, Rates):
+        names = [*kind._fields, *list_names(kind)]  # of its records, and of their numbers
+        assert len(set(names)) == len(names)
+    with pytest.raises(TypeError, match="Layout has no tensor"):
+        change(LAYOUT, tensor=4.0)
 
 
 def test_choices_take_numbers_and_arrays():

@@ -198,12 +198,14 @@ def least_seconds(explored: Explored, devices: int) -> float:
     space, recipe = explored.space, explored.chosen.recipe
     setting = read_setting(recipe, space.model, space.device)
     machine, rates = setting.machine, setting.rates
-    fastest = max(machine.products * rates.products, machine.wide_products * rates.head)
+    fastest = max(
+        machine.products * rates.compute.products, machine.wide_products * rates.compute.head
+    )
     totals = sum_up(space.model)
     passes = {"full": 3, "lora": 2}.get(recipe.method, 1)  # frozen blocks may have no backward
     tokens = recipe.global_batch * recipe.sequence_length
     flop = 2.0 * passes * tokens * (sum(totals.dense) + totals.head)
-    return float(flop * rates.slowdown / (fastest * devices))
+    return float(flop * rates.compute.slowdown / (fastest * devices))
 
 
 def explore(space: Space, usable: int | None) -> Outcome:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from memfit.adapters.shared.peft_layers import base_name
 from memfit.adapters.shared.projections import matches
+from memfit.plan.step_time.arrays import change
 from memfit.plan.step_time.work import Layout
 from memfit.records.model import Model
 from memfit.records.recipe import Recipe
@@ -65,7 +66,8 @@ def with_adapters(
     if recipe.adapted and not beside:
         return layout
     alone = sum(m.launches for m in matrices if not matches(m.module, targets))
-    return layout._replace(
+    return change(
+        layout,
         adapters=len(beside) / layers / PROJECTIONS,
         adapted=sum(m.width for m in beside) / max(sum(m.width for m in matrices), 1),
         spared=SPARED * alone / layers,

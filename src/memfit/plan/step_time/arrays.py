@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from functools import cache
+from itertools import chain
+from typing import Any, TypeVar, get_type_hints
 
+Nested = TypeVar("Nested", bound=tuple[Any, ...])
 Number = Any  # a float, an int or a numpy array of them
 PLAIN = frozenset((bool, float, int))  # asked first: most are, and it costs a tenth
 
@@ -81,3 +85,34 @@ def say(template: str, *values: Number) -> str:
 def everywhere(condition: Number) -> bool:
     """Whether a condition holds for every element."""
     return bool(condition.all() if _plural(condition) else condition)
+
+
+@cache
+def _records(kind: type[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The records that are the fields of a record."""
+    return tuple(get_type_hints(kind).values())
+
+
+def list_names(kind: type[tuple[Any, ...]]) -> tuple[str, ...]:
+    """The numbers' names of a record of records, which are distinct."""
+    return tuple(name for record in _records(kind) for name in record._fields)
+
+
+def list_numbers(nested: tuple[Any, ...]) -> dict[str, Number]:
+    """The numbers of a record of records by their names."""
+    return dict(zip(list_names(type(nested)), chain(*nested), strict=True))
+
+
+def gather(kind: type[Nested], numbers: Mapping[str, Number]) -> Nested:
+    """A record of records, made of numbers by their names; a name that none has is a TypeError."""
+    if unknown := numbers.keys() - set(list_names(kind)):
+        raise TypeError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+    return kind(*(
+        record(**{name: numbers[name] for name in record._fields if name in numbers})
+        for record in _records(kind)
+    ))  # fmt: skip
+
+
+def change(nested: Nested, /, **numbers: Number) -> Nested:
+    """The same record of records but for these numbers, whichever of its records has them."""
+    return gather(type(nested), list_numbers(nested) | numbers)

@@ -46,12 +46,12 @@ def multiply(product: Product, speed: Number, setting: Setting, measured: Points
     idle = 1 / larger(product.m, 1) + 1 / larger(product.n, 1) + 1 / larger(product.k, 1)
     if measured:
         speed = speed * rate_at(measured, product.flop / larger(product.count, 1e-9))
-    busy = product.flop / speed * (1 if measured else 1 + rates.tile * idle)
-    moved = rates.weight_traffic * product.count * product.n * product.k
-    moved = moved / (machine.memory * rates.memory)
-    faster = layout.eight * (machine.eight > 0)  # weights in int8: their forward's products
+    busy = product.flop / speed * (1 if measured else 1 + rates.compute.tile * idle)
+    moved = rates.compute.weight_traffic * product.count * product.n * product.k
+    moved = moved / (machine.memory * rates.elementwise.memory)
+    faster = layout.numbers.eight * (machine.eight > 0)  # weights in int8: their forward's products
     forward = where(faster > 0, machine.products / larger(machine.eight, 1), 1.0) * busy
-    return Passes(forward + moved, busy + moved, layout.trains * (busy + 4 * moved))
+    return Passes(forward + moved, busy + moved, layout.update.trains * (busy + 4 * moved))
 
 
 def _add(passes: list[Passes], factor: Number = 1.0) -> Passes:
@@ -63,7 +63,9 @@ def block_products(setting: Setting) -> Passes:
     """Of attention, and of the feed-forward or the experts."""
     shape, layout, rates = setting.shape, setting.layout, setting.rates
     own = setting.machine.own.products
-    speed = (1.0 if own else setting.machine.products) * rates.products / rates.slowdown
+    speed = (
+        (1.0 if own else setting.machine.products) * rates.compute.products / rates.compute.slowdown
+    )
     attention = _add(
         [multiply(p, speed, setting, own) for p in work.attention_products(shape, layout)]
     )
@@ -76,7 +78,7 @@ def block_products(setting: Setting) -> Passes:
     )
     routed = _add(
         [multiply(p, speed, setting, own) for p in work.expert_products(shape, layout)],
-        sparse * rates.grouped,
+        sparse * rates.compute.grouped,
     )
     return _add([attention, plain, shared, routed])
 
@@ -89,14 +91,14 @@ def attend(setting: Setting) -> tuple[Number, Number]:
     """
     shape, layout, machine, rates = setting
     found = work.attend(shape, layout)
-    out = layout.written_out > 0
+    out = layout.numbers.written_out > 0
     if machine.own.attention:
         return _attend_as_measured(setting, found)
-    narrow = where(out, 1.0, larger(128 / shape.key, 1) ** rates.narrow_head)
-    narrow = narrow * where(out * (shape.key % 8 > 0), rates.misaligned, 1.0)
-    narrow = narrow * (1 + rates.ring_attention * (1 - 1 / layout.cp))
-    forward = found.flop / (machine.wide_peak * rates.attention) * narrow
-    written = found.score_bytes * 5 / (machine.memory * rates.memory)
+    narrow = where(out, 1.0, larger(128 / shape.key, 1) ** rates.attending.narrow_head)
+    narrow = narrow * where(out * (shape.key % 8 > 0), rates.attending.misaligned, 1.0)
+    narrow = narrow * (1 + rates.attending.ring_attention * (1 - 1 / layout.mesh.cp))
+    forward = found.flop / (machine.wide_peak * rates.attending.attention) * narrow
+    written = found.score_bytes * 5 / (machine.memory * rates.elementwise.memory)
     backward = forward * where(out, 2.0, 2.75)
     return forward + written, backward + 1.2 * written
 
@@ -117,11 +119,13 @@ def _attend_as_measured(setting: Setting, found: work.Attention) -> tuple[Number
     longer than the forward as elsewhere.
     """
     shape, layout, machine, rates = setting
-    out = layout.written_out > 0
+    out = layout.numbers.written_out > 0
     flop = 3 * found.flop * where(out, 0.5, 1.0)
-    wider = larger(128 / shape.key, 1) ** rates.narrow_head / 2**rates.narrow_head
+    wider = (
+        larger(128 / shape.key, 1) ** rates.attending.narrow_head / 2**rates.attending.narrow_head
+    )
     seconds = flop / rate_at(machine.own.attention, flop) * where(out, 1.0, wider)
-    seconds = seconds * (1 + rates.ring_attention * (1 - 1 / layout.cp))
+    seconds = seconds * (1 + rates.attending.ring_attention * (1 - 1 / layout.mesh.cp))
     back = where(out, 2.0, 2.75)
     return seconds / (1 + back), seconds * back / (1 + back)
 
@@ -140,24 +144,31 @@ class Around(NamedTuple):
 def around(setting: Setting) -> Around:
     """Bytes over bandwidth: element-wise operations, casts to FP8, unpacking, adapters."""
     shape, layout, machine, rates = setting
-    bandwidth = machine.memory * rates.memory
+    bandwidth = machine.memory * rates.elementwise.memory
     moved, sparse = work.elementwise(shape, layout), 1 - shape.plain
-    fusion = rates.passes * where(layout.compiled > 0, rates.fused, 1.0)
+    fusion = rates.elementwise.passes * where(
+        layout.numbers.compiled > 0, rates.elementwise.fused, 1.0
+    )
     tokens, routed = work.tokens_of(layout), work.routed_tokens(shape, layout)
-    clamped = shape.clamped * rates.clamp * 24 * routed * shape.expert_ffn
+    clamped = shape.clamped * rates.elementwise.clamp * 24 * routed * shape.expert_ffn
     passed = fusion * (moved.around + shape.plain * moved.activation + sparse * moved.routing)
-    passed = passed + fusion * sparse * (clamped + rates.permute * moved.permuting)
-    narrowed = 3 * tokens * shape.hidden + tokens * shape.ffn / layout.tp * shape.plain
+    passed = passed + fusion * sparse * (clamped + rates.elementwise.permute * moved.permuting)
+    narrowed = 3 * tokens * shape.hidden + tokens * shape.ffn / layout.mesh.tp * shape.plain
     narrowed = narrowed + sparse * routed * (shape.expert_ffn + shape.hidden)
-    frozen = layout.packed * (work.attention_weights(shape) + 3 * shape.hidden * shape.ffn)
-    adapted = (1 - layout.trains) * tokens * (8 * shape.hidden + 2 * shape.ffn) / layout.tp
-    adapted = adapted * layout.adapted
+    frozen = layout.numbers.packed * (work.attention_weights(shape) + 3 * shape.hidden * shape.ffn)
+    adapted = (
+        (1 - layout.update.trains) * tokens * (8 * shape.hidden + 2 * shape.ffn) / layout.mesh.tp
+    )
+    adapted = adapted * layout.beside.adapted
     return Around(
         elementwise=passed / bandwidth,
-        casts=layout.narrow * rates.cast * 3 * narrowed / bandwidth,
-        unpacking=(rates.unpack * 10 * frozen + EAGER_CAST_BYTES * layout.recast) / bandwidth,
-        adapters=rates.adapter * 4 * adapted / bandwidth,
-        norms=MEASURED_BYTES * layout.measured / bandwidth,
+        casts=layout.numbers.narrow * rates.elementwise.cast * 3 * narrowed / bandwidth,
+        unpacking=(
+            rates.elementwise.unpack * 10 * frozen + EAGER_CAST_BYTES * layout.numbers.recast
+        )
+        / bandwidth,
+        adapters=rates.elementwise.adapter * 4 * adapted / bandwidth,
+        norms=MEASURED_BYTES * layout.numbers.measured / bandwidth,
         coding=work.quantised_bytes(shape, layout) / bandwidth,
     )
 
@@ -171,8 +182,13 @@ def remake(setting: Setting) -> Number:
     moves 76 of them in bf16 where eager's moves 92.
     """
     shape, layout, machine, rates = setting
-    numbers = layout.remade * (2 + 5 * layout.trains) * shape.ffn * work.tokens_of(layout)
-    return numbers * layout.element / (machine.memory * rates.memory)
+    numbers = (
+        layout.recompute.remade
+        * (2 + 5 * layout.update.trains)
+        * shape.ffn
+        * work.tokens_of(layout)
+    )
+    return numbers * layout.numbers.element / (machine.memory * rates.elementwise.memory)
 
 
 class Block(NamedTuple):
@@ -206,11 +222,13 @@ def _spend(setting: Setting) -> Spent:
     products, extra = block_products(setting), around(setting)
     there, back = attend(setting)
     # weights in int8 are multiplied as they are, and unpacked in backward alone
-    forward = products.forward + there + sum(extra) - layout.eight * extra.unpacking
+    forward = products.forward + there + sum(extra) - layout.numbers.eight * extra.unpacking
     backward = products.inputs + products.weights + back
     backward = backward + 2 * (extra.elementwise + extra.casts + extra.adapters) + extra.unpacking
     backward = backward + remake(setting)
-    reduced = rates.exposed_tensor * where(layout.asynchronous > 0, rates.asynchronous, 1.0)
+    reduced = rates.exposed.exposed_tensor * where(
+        layout.sent.asynchronous > 0, rates.exposed.asynchronous, 1.0
+    )
     return Spent(
         forward=forward,
         backward=backward,
@@ -235,25 +253,33 @@ def spend(setting: Setting) -> Spent:
 def time_block(setting: Setting, spent: Spent) -> Block:
     """One block of the mean kind: seconds of its passes, before launches are weighed."""
     shape, layout, _, rates = setting
-    share = where(layout.recomputed > 0, layout.recomputed, rates.selective * 0.25)
-    cheap = layout.written_out * spent.attention + share * spent.elementwise
-    cheap = cheap + layout.products_repeated * spent.products
+    share = where(
+        layout.recompute.recomputed > 0,
+        layout.recompute.recomputed,
+        rates.elementwise.selective * 0.25,
+    )
+    cheap = layout.numbers.written_out * spent.attention + share * spent.elementwise
+    cheap = cheap + layout.recompute.products_repeated * spent.products
     whole = spent.forward + spent.inside + spent.dispatch
-    repeated = layout.repeated * whole + layout.selective * cheap
-    entered = layout.entered
-    passes = (layout.repeated + layout.recomputed * layout.selective + layout.references) / 3
-    launch = setting.machine.own.launch * OPERATIONS or rates.launch
-    host = launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + passes)
-    host = host + (1 - shape.plain) * rates.expert_launch
-    host = host * where(layout.tp > 1, 1 + rates.tensor_launch, 1.0)
-    beside = rates.adapter_launch * layout.adapters - layout.spared
-    host = host * (1 + (1 - layout.trains) * beside) + layout.update_launch
+    repeated = layout.recompute.repeated * whole + layout.recompute.selective * cheap
+    entered = layout.recompute.entered
+    passes = (
+        layout.recompute.repeated
+        + layout.recompute.recomputed * layout.recompute.selective
+        + layout.loss.references
+    ) / 3
+    launch = setting.machine.own.launch * OPERATIONS or rates.host.launch
+    host = launch * where(layout.numbers.compiled > 0, 0.6, 1.0) * (1 + passes)
+    host = host + (1 - shape.plain) * rates.host.expert_launch
+    host = host * where(layout.mesh.tp > 1, 1 + rates.host.tensor_launch, 1.0)
+    beside = rates.host.adapter_launch * layout.beside.adapters - layout.beside.spared
+    host = host * (1 + (1 - layout.update.trains) * beside) + layout.update.update_launch
     alone = spent.forward - spent.adapters  # the base model's
     return Block(
-        forward=spent.forward + layout.references * alone,
+        forward=spent.forward + layout.loss.references * alone,
         backward=entered * spent.backward,
-        repeated=smaller(layout.repeated + layout.selective, entered)
-        / larger(layout.repeated + layout.selective, 1e-9)
+        repeated=smaller(layout.recompute.repeated + layout.recompute.selective, entered)
+        / larger(layout.recompute.repeated + layout.recompute.selective, 1e-9)
         * repeated,
         exposed=spent.inside + spent.dispatch + spent.ring,
         launched=host,
@@ -263,25 +289,32 @@ def time_block(setting: Setting, spent: Spent) -> Block:
 def time_head(setting: Setting) -> Number:
     """Seconds of logits and loss, forward and backward, of one micro-batch; never recomputed."""
     layout, machine, rates = setting.layout, setting.machine, setting.rates
-    bandwidth = machine.memory * rates.memory
+    bandwidth = machine.memory * rates.elementwise.memory
     passes, logits = _head(setting)
-    more = layout.heads * (passes.forward + logits / 3 / bandwidth)
-    return passes.all + (logits + layout.chunk_bytes) / bandwidth + more
+    more = layout.loss.heads * (passes.forward + logits / 3 / bandwidth)
+    return passes.all + (logits + layout.loss.chunk_bytes) / bandwidth + more
 
 
 def score_head(setting: Setting) -> Number:
     """Seconds of logits and log-probabilities of one micro-batch, without a gradient."""
     machine, rates = setting.machine, setting.rates
     passes, logits = _head(setting)
-    return passes.forward + logits / 3 / (machine.memory * rates.memory)
+    return passes.forward + logits / 3 / (machine.memory * rates.elementwise.memory)
 
 
 def _head(setting: Setting) -> tuple[Passes, Number]:
     """Passes of the head's product, and bytes that logits and loss move in all."""
     shape, layout, machine, rates = setting
-    tokens = where(shape.scores > 0, layout.micro_batch, work.tokens_of(layout))
-    product = Product(tokens, shape.outputs / layout.tp, shape.hidden)
+    tokens = where(shape.scores > 0, layout.rows.micro_batch, work.tokens_of(layout))
+    product = Product(tokens, shape.outputs / layout.mesh.tp, shape.hidden)
     own = machine.own.wide
-    speed = (1.0 if own else machine.wide_products) * rates.head / rates.slowdown
-    logits = 6 * layout.element * tokens * shape.outputs / layout.tp * rates.passes**0.5
+    speed = (1.0 if own else machine.wide_products) * rates.compute.head / rates.compute.slowdown
+    logits = (
+        6
+        * layout.numbers.element
+        * tokens
+        * shape.outputs
+        / layout.mesh.tp
+        * rates.elementwise.passes**0.5
+    )
     return multiply(product, speed, setting, own), logits

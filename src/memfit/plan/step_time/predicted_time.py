@@ -22,6 +22,7 @@ from memfit.core.errors import TimeUnknown
 from memfit.families import find_family
 from memfit.plan.frameworks import find_framework
 from memfit.plan.step_time.adapters import PROJECTIONS, Matrix, list_matrices, with_adapters
+from memfit.plan.step_time.arrays import change
 from memfit.plan.step_time.block import EAGER_CAST_BYTES, FUSED_CAST_BYTES
 from memfit.plan.step_time.communication.collectives import Links
 from memfit.plan.step_time.own import describe
@@ -205,21 +206,23 @@ def _setting(
     layers = totals.architecture.layers
     layout = with_adapters(layout, recipe, totals.matrices, layers)
     if totals.first:  # frozen blocks that no backward enters
-        layout = layout._replace(entered=(layers - totals.first) / layers)
+        layout = change(layout, entered=(layers - totals.first) / layers)
     traits = find_framework(recipe.framework).time
     if traits.counts_weights:
         layout = with_update(layout, totals.updated, recipe, layers, machine)
     products = sum(totals.dense) + totals.head
     if products and traits.counts_weights:
         trained = sum(totals.trained) + totals.head_trained
-        layout = layout._replace(trains=trained / products)
+        layout = change(layout, trains=trained / products)
     if traits.casts_alone and recipe.precision == "fp8-mixed":
-        layout = layout._replace(
-            narrow=EAGER_CAST_BYTES / FUSED_CAST_BYTES, recast=sum(totals.dense) / max(layers, 1)
+        layout = change(
+            layout,
+            narrow=EAGER_CAST_BYTES / FUSED_CAST_BYTES,
+            recast=sum(totals.dense) / max(layers, 1),
         )
     # rounding a weight moves 36 bytes an element, twice what measuring its rows does
     passes = sum(totals.measured) + (2 * sum(totals.dense) if recipe.qat else 0)
-    layout = layout._replace(measured=passes / max(layers, 1))
+    layout = change(layout, measured=passes / max(layers, 1))
     rates = find_rates(device, basis.stack, basis.narrow, basis.kernel)
     return Setting(totals.shape, layout, machine, rates)
 
@@ -399,14 +402,14 @@ def _slower_than_whole(setting: Setting, recipe: Recipe) -> str:
     kernels decide (measured too: 2507.08833, and Qwen 1.8B's published LoRA steps of 4,096 tokens).
     """
     layout = setting.layout
-    if recipe.method != "lora" or layout.packed:
+    if recipe.method != "lora" or layout.numbers.packed:
         return ""
-    whole = setting._replace(layout=layout._replace(trains=1.0, entered=1.0))
+    whole = setting._replace(layout=change(layout, trains=1.0, entered=1.0))
     ratio = float(predict_step(setting).total) / float(predict_step(whole).total)
     if ratio <= 1:
         return ""
     return (
-        f"; {layout.adapters * PROJECTIONS:.3g} adapters a block add more small kernels than"
+        f"; {layout.beside.adapters * PROJECTIONS:.3g} adapters a block add more small kernels than"
         f" frozen weights spare: the step is predicted {ratio - 1:.1%} slower than training all"
         " weights with the same micro-batch; fewer `lora.targets` make it faster"
     )

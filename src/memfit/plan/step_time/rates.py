@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import memfit.catalog
-from memfit.plan.step_time.arrays import Number
+from memfit.plan.step_time.arrays import Number, gather, list_names
 from memfit.plan.step_time.communication.collectives import Links
 from memfit.plan.step_time.own import Own
 from memfit.plan.step_time.work import Layout, Shape
@@ -46,47 +46,95 @@ class Machine(NamedTuple):
     own: Own = NOBODYS  # what the user measured, before all of these
 
 
-class Rates(NamedTuple):
-    """All constants that a step's time rests on, looked up for one device and framework."""
+class ComputeRates(NamedTuple):
+    """How fast large products are, and what slows others."""
 
     products: Number  # share of Machine.products that large products reach
     head: Number  # the same of the head's, in 16 bits
-    attention: Number  # share of the peak that attention's kernel reaches at 128 elements a head
-    memory: Number  # share of the memory's bandwidth
-    link: Number
-    network: Number
     tile: Number  # rows, columns or depth at which a product takes twice as long
+    weight_traffic: Number  # framework: of a weight's bytes, what its product does not hide
+    grouped: Number  # experts' products are slower by this
+    slowdown: Number  # framework: its products / those of others
+
+
+class AttentionRates(NamedTuple):
+    """How fast attention is."""
+
+    attention: Number  # share of the peak that attention's kernel reaches at 128 elements a head
     narrow_head: Number  # exponent: attention is slower by (128 / elements) to this
     misaligned: Number  # attention written out is slower by this, where heads are not 16 B apart
-    grouped: Number  # experts' products are slower by this
+    ring_attention: Number  # framework: attention is slower by this x (1 - 1/cp)
+
+
+class ElementwiseRates(NamedTuple):
+    """What element-wise operations move, and how fast."""
+
+    memory: Number  # share of the memory's bandwidth
+    passes: Number  # framework: its bytes of element-wise operations / nominal ones
+    fused: Number  # bytes of element-wise operations once a compiler fused them / eager
     cast: Number  # passes over what is narrowed to FP8
     unpack: Number  # bytes moved an element of a 4-bit weight / 10
     adapter: Number  # passes over adapters' inputs and outputs
     selective: Number  # of a quarter of element-wise work that selective recomputation repeats
     clamp: Number  # passes of gpt-oss's clamped activation / 12
     permute: Number  # of the passes over permuted tokens
+
+
+class HostRates(NamedTuple):
+    """Seconds in which the host launches a block's kernels, and what adds to them."""
+
+    launch: Number  # framework: s that its host takes for a block's forward and backward
+    expert_launch: Number  # framework: the same that routing adds
+    adapter_launch: Number  # host's launches take longer by this beside adapters
+    tensor_launch: Number  # host's launches take longer by this where there are tp ranks
+
+
+class LinkRates(NamedTuple):
+    """What links reach of their bandwidth, and how long a message takes besides."""
+
+    link: Number
+    network: Number
+    link_latency: Number  # s, of a collective within a domain
+    context_latency: Number  # s, of a cp rank's message
+    send_latency: Number  # framework: s, of a message between stages
+    ring_latency: Number  # framework: s a rank, of a reduction or gathering, beyond NCCL's own
+
+
+class ExpertRates(NamedTuple):
+    """What is exposed of the all-to-all of tokens between experts."""
+
     dispatch: Number  # exposed share of all-to-all between experts of a domain
     dispatch_across: Number  # the same between domains
     dispatch_overlapped: Number  # of both, what remains where another micro-batch is computed
-    fused: Number  # bytes of element-wise operations once a compiler fused them / eager
+
+
+class ExposedRates(NamedTuple):
+    """What is exposed of other collectives."""
+
     asynchronous: Number  # exposed share of tp's collectives that remains where they are async
-    link_latency: Number  # s, of a collective within a domain
-    context_latency: Number  # s, of a cp rank's message
-    adapter_launch: Number  # host's launches take longer by this beside adapters
-    tensor_launch: Number  # host's launches take longer by this where there are tp ranks
-    slowdown: Number  # framework: its products / those of others
-    passes: Number  # framework: its bytes of element-wise operations / nominal ones
-    launch: Number  # framework: s that its host takes for a block's forward and backward
-    expert_launch: Number  # framework: the same that routing adds
     exposed_data: Number  # framework: exposed seconds of data-parallel collectives / a ring's
     exposed_all_reduce: Number  # framework: the same of all-reduces of replicated states
     exposed_tensor: Number  # framework: of tensor-parallel ones
+
+
+class StepRates(NamedTuple):
+    """What a whole step takes besides."""
+
     fixed: Number  # framework: s of a step that depend on nothing
-    ring_attention: Number  # framework: attention is slower by this x (1 - 1/cp)
-    send_latency: Number  # framework: s, of a message between stages
-    weight_traffic: Number  # framework: of a weight's bytes, what its product does not hide
-    ring_latency: Number  # framework: s a rank, of a reduction or gathering, beyond NCCL's own
     straggling: Number  # framework: a step is longer by this, a doubling of nodes
+
+
+class Rates(NamedTuple):
+    """All constants that a step's time rests on, looked up for one device and framework."""
+
+    compute: ComputeRates
+    attending: AttentionRates
+    elementwise: ElementwiseRates
+    host: HostRates
+    links: LinkRates
+    experts: ExpertRates
+    exposed: ExposedRates
+    step: StepRates
 
 
 class Setting(NamedTuple):
@@ -127,7 +175,7 @@ def names(device: Device, stack: str, narrow: str, kernel: str) -> dict[str, tup
         "head": (f"products.{architecture}.{wide}", "products.other.bf16"),
         "attention": (f"attention.{architecture}.{kernel}", f"attention.other.{kernel}"),
     }  # fmt: skip
-    for field in Rates._fields:
+    for field in list_names(Rates):
         if field in FRAMEWORK_FIELDS:
             found[field] = tuple(f"{family}.{field}" for family in families)
         elif field not in DEVICE_FIELDS:
@@ -148,7 +196,7 @@ def find_rates(device: Device, stack: str, narrow: str, kernel: str) -> Rates:
     """The constants of one device, framework, precision and attention kernel."""
     table = read_rates()
     found = names(device, stack, narrow, kernel)
-    return Rates(**{
+    return gather(Rates, {
         field: next(table[name].value for name in chain if name in table)
         for field, chain in found.items()
     })  # fmt: skip

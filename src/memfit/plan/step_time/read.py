@@ -24,7 +24,19 @@ from memfit.plan.step_time.pipeline.exact import ORDINARY, bubble_share
 from memfit.plan.step_time.pipeline.orders import find_schedule, kind_of
 from memfit.plan.step_time.rates import Machine, Setting, find_rates
 from memfit.plan.step_time.step import predict_step
-from memfit.plan.step_time.work import Layout, Shape
+from memfit.plan.step_time.work import (
+    Layout,
+    Loss,
+    Mesh,
+    Numbers,
+    Offloading,
+    Recompute,
+    Rows,
+    Sent,
+    Shape,
+    Stages,
+    Update,
+)  # fmt: skip
 from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.model import SLIDING, Model
@@ -128,33 +140,50 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
     most, last = _deal(recipe, shape)
     base = find_base_format(recipe.base_format)
     return Layout(
-        sequence=1.0 * recipe.sequence_length, micro_batch=1.0 * recipe.micro_batch,
-        accumulation=1.0 * recipe.accumulation, dp=1.0 * p.dp, shard=1.0 * p.dp_shard,
-        zero=_zero(recipe), gathered_once=_stays_gathered(recipe),
-        gathered=_gathered(recipe), tp=1.0 * p.tp,
-        sequence_parallel=1.0 if traits.always_cuts_tokens else cuts_tokens,
-        cp=1.0 * p.cp, pp=1.0 * p.pp, chunks=1.0 * p.virtual_pp, ep=1.0 * p.ep,
-        repeated=share if whole else 0.0, selective=part if whole else share,
-        offloads=_offloads(recipe, shape), stowed=_stowed(recipe, shape),
-        recomputed=traits.selective_repeats, products_repeated=traits.products_repeated,
-        narrow=float(basis.narrow not in ("bf16", "fp16", "fp32", "tf32")),
-        gradient_bytes=_gradient_bytes(recipe),
-        state_bytes=float(STATE_BYTES.get(recipe.precision, 30)),
-        trains=0.0 if recipe.adapted else 1.0,
-        packed=base.unpacking_passes if recipe.adapted else 0.0,
-        eight=float(base.product == "int8" and recipe.adapted),
-        compiled=float(recipe.compile != "none"),
-        written_out=float(basis.kernel == "math"),
-        asynchronous=float(bool(option("tp_comm_overlap") or option("async_tp"))),
-        deduplicated=float(_deduplicated(recipe)),
-        overlapped=float(bool(option("overlap_moe_expert_parallel_comm"))),
-        most=most, last=last, balanced=_balanced(recipe),
-        offloaded={"optimizer": 8.0, "parameters": 12.0}.get(recipe.offload, 0.0),
-        element=4.0 if recipe.compute_dtype == "float32" else 2.0,
-        entered=1.0, chunk_bytes=_chunk_bytes(recipe, shape),
-        bubble=_bubble(recipe),
-        references=float(recipe.references + recipe.mismatches), heads=float(extra_heads(recipe)),
-        remade=float("mlp" in recipe.lean),
+        rows=Rows(
+            sequence=1.0 * recipe.sequence_length, micro_batch=1.0 * recipe.micro_batch,
+            accumulation=1.0 * recipe.accumulation,
+        ),
+        mesh=Mesh(
+            dp=1.0 * p.dp, shard=1.0 * p.dp_shard, zero=_zero(recipe), tp=1.0 * p.tp,
+            sequence_parallel=1.0 if traits.always_cuts_tokens else cuts_tokens, cp=1.0 * p.cp,
+            pp=1.0 * p.pp, ep=1.0 * p.ep,
+        ),
+        stages=Stages(
+            chunks=1.0 * p.virtual_pp, most=most, last=last, balanced=_balanced(recipe),
+            bubble=_bubble(recipe),
+        ),
+        recompute=Recompute(
+            repeated=share if whole else 0.0, selective=part if whole else share,
+            products_repeated=traits.products_repeated, recomputed=traits.selective_repeats,
+            remade=float("mlp" in recipe.lean), entered=1.0,
+        ),
+        numbers=Numbers(
+            element=4.0 if recipe.compute_dtype == "float32" else 2.0,
+            narrow=float(basis.narrow not in ("bf16", "fp16", "fp32", "tf32")),
+            eight=float(base.product == "int8" and recipe.adapted),
+            packed=base.unpacking_passes if recipe.adapted else 0.0,
+            compiled=float(recipe.compile != "none"), written_out=float(basis.kernel == "math"),
+        ),
+        loss=Loss(
+            references=float(recipe.references + recipe.mismatches),
+            heads=float(extra_heads(recipe)), chunk_bytes=_chunk_bytes(recipe, shape),
+        ),
+        sent=Sent(
+            gradient_bytes=_gradient_bytes(recipe), gathered=_gathered(recipe),
+            gathered_once=_stays_gathered(recipe),
+            asynchronous=float(bool(option("tp_comm_overlap") or option("async_tp"))),
+            deduplicated=float(_deduplicated(recipe)),
+            overlapped=float(bool(option("overlap_moe_expert_parallel_comm"))),
+        ),
+        update=Update(
+            trains=0.0 if recipe.adapted else 1.0,
+            state_bytes=float(STATE_BYTES.get(recipe.precision, 30)),
+            offloaded={"optimizer": 8.0, "parameters": 12.0}.get(recipe.offload, 0.0),
+        ),
+        offloading=Offloading(
+            offloads=_offloads(recipe, shape), stowed=_stowed(recipe, shape),
+        ),
     )  # fmt: skip
 
 

@@ -8,9 +8,10 @@ some thousand different times.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
-from memfit.plan.step_time.arrays import Number
+from memfit.plan.step_time.arrays import Number, change, list_numbers
 from memfit.plan.step_time.rates import Setting
 
 # what no block of one micro-batch depends on, and what nothing after the last one does
@@ -31,9 +32,9 @@ def once(
 
     Arrays named `unread` are None to it: reading one raises and does not go wrong in silence.
     """
-    arrays = {name: value for name, value in setting.layout._asdict().items() if _plural(value)}
+    arrays = {name: value for name, value in list_numbers(setting.layout).items() if _plural(value)}
     shape, _, machine, rates = setting
-    if not arrays or any(map(_plural, (*shape, *machine, *machine.links, *rates))):
+    if not arrays or any(map(_plural, (*shape, *machine, *machine.links, *chain(*rates)))):
         return function(setting)  # one candidate; or not one model on one kind of device
     rows = len(next(iter(arrays.values())))
     found = _distinct((value for name, value in arrays.items() if name not in unread), rows)
@@ -41,7 +42,7 @@ def once(
         name: None if name in unread else value if found is None else value[found[0]]
         for name, value in arrays.items()
     }
-    result = function(setting._replace(layout=setting.layout._replace(**read)))
+    result = function(setting._replace(layout=change(setting.layout, **read)))
     if found is None:
         return result
     return tuple(each[found[1]] if _plural(each) else each for each in result)

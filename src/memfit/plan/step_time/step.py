@@ -61,14 +61,14 @@ class Stage(NamedTuple):
 def deal(setting: Setting, block: Number, head: Number) -> Stage:
     """Blocks of the longest stage, as they are dealt; or as few on the last as balance the head."""
     shape, layout = setting.shape, setting.layout
-    mean = (shape.layers * block + head) / layout.pp
-    balanced = (layout.balanced > 0) * (layout.pp > 1)
+    mean = (shape.layers * block + head) / layout.mesh.pp
+    balanced = (layout.stages.balanced > 0) * (layout.mesh.pp > 1)
     whole = (mean / block + 0.5) // 1 * block
-    dealt = larger(layout.most * block, layout.last * block + head)
+    dealt = larger(layout.stages.most * block, layout.stages.last * block + head)
     longest = where(balanced, larger(mean, larger(whole, head)), dealt)
-    first = layout.most * block >= layout.last * block + head
-    blocks = where(first, layout.most, layout.last)
-    blocks = where(balanced, smaller(longest / block, shape.layers / layout.pp), blocks)
+    first = layout.stages.most * block >= layout.stages.last * block + head
+    blocks = where(first, layout.stages.most, layout.stages.last)
+    blocks = where(balanced, smaller(longest / block, shape.layers / layout.mesh.pp), blocks)
     return Stage(blocks=blocks, head=longest - blocks * block, longest=longest, mean=mean)
 
 
@@ -83,11 +83,11 @@ def predict_step(setting: Setting) -> Parts:
     back = beside(busy - block.forward - block.exposed, block.launched * 2 / 3)
     each = there + back
     stage = deal(setting, each, head)
-    send = count_sends(layout.pp, layout.chunks, layout.accumulation) * spent.send
-    times = layout.accumulation
+    send = count_sends(layout.mesh.pp, layout.stages.chunks, layout.rows.accumulation) * spent.send
+    times = layout.rows.accumulation
     gathering = _gathering(setting, there, back)
-    waiting = waiting_seconds(layout.pp, layout.chunks, stage.longest, stage.mean, 0.0)
-    bubble = layout.bubble * larger(waiting, 0)
+    waiting = waiting_seconds(layout.mesh.pp, layout.stages.chunks, stage.longest, stage.mean, 0.0)
+    bubble = layout.stages.bubble * larger(waiting, 0)
     reducing = _reducing(setting, stage, after)
     sum_ = times * stage.longest + send + gathering + bubble + reducing + after.updating
     count = times * stage.blocks
@@ -96,14 +96,14 @@ def predict_step(setting: Setting) -> Parts:
         repeated=count * block.repeated, head=times * stage.head,
         tensor=count * 2 * block.exposed, waiting=count * (each - busy),
         gathering=gathering, sending=send, bubble=bubble, reducing=reducing,
-        updating=after.updating, fixed=rates.fixed,
+        updating=after.updating, fixed=rates.step.fixed,
         offloading=_offloading(setting, block),
-        straggling=sum_ * rates.straggling * log2(larger(_world(layout) / 8, 1)),
+        straggling=sum_ * rates.step.straggling * log2(larger(_world(layout) / 8, 1)),
     )  # fmt: skip
 
 
 def _world(layout: Layout) -> Number:
-    return layout.dp * layout.tp * layout.cp * layout.pp
+    return layout.mesh.dp * layout.mesh.tp * layout.mesh.cp * layout.mesh.pp
 
 
 def _offloading(setting: Setting, block: Block) -> Number:
@@ -112,11 +112,11 @@ def _offloading(setting: Setting, block: Block) -> Number:
     The uppermost block's come back while nothing else can run.
     """
     layout, machine = setting.layout, setting.machine
-    once = layout.stowed / machine.host
+    once = layout.offloading.stowed / machine.host
     there = larger(once - block.forward, 0)
     back = larger(once - block.backward - block.repeated, 0)
-    blocks = setting.shape.layers * layout.offloads
-    return layout.accumulation * (blocks * (there + back) + where(blocks > 0, once, 0.0))
+    blocks = setting.shape.layers * layout.offloading.offloads
+    return layout.rows.accumulation * (blocks * (there + back) + where(blocks > 0, once, 0.0))
 
 
 def _gathering(setting: Setting, there: Number, back: Number) -> Number:
@@ -126,19 +126,19 @@ def _gathering(setting: Setting, there: Number, back: Number) -> Number:
     back. Under a pipeline weights stay gathered for the whole step.
     """
     shape, layout, _, rates = setting
-    if everywhere(layout.zero < 3):
+    if everywhere(layout.mesh.zero < 3):
         return 0.0
     elements = work.gathered_elements(shape, layout)
-    gradients = layout.gradient_bytes * elements
-    gather, scatter = gather_seconds(setting, layout.gathered * elements, gradients)
-    reduce = layout.trains * (scatter + copy_seconds(setting, gradients))
-    second_gather = gather * (1 - layout.gathered_once)
+    gradients = layout.sent.gradient_bytes * elements
+    gather, scatter = gather_seconds(setting, layout.sent.gathered * elements, gradients)
+    reduce = layout.update.trains * (scatter + copy_seconds(setting, gradients))
+    second_gather = gather * (1 - layout.sent.gathered_once)
     forward = larger(gather - there, 0)
     backward = larger(second_gather + reduce - back, 0)
-    share = smaller(rates.exposed_data, 1)
+    share = smaller(rates.exposed.exposed_data, 1)
     exposed = forward + backward + share * (gather + second_gather + reduce)
-    times = where(layout.pp > 1, 1, layout.accumulation)
-    return where(layout.zero >= 3, times * shape.layers / layout.pp * exposed, 0.0)
+    times = where(layout.mesh.pp > 1, 1, layout.rows.accumulation)
+    return where(layout.mesh.zero >= 3, times * shape.layers / layout.mesh.pp * exposed, 0.0)
 
 
 class After(NamedTuple):
@@ -157,27 +157,27 @@ def finish(setting: Setting) -> After:
 def _finish(setting: Setting) -> After:
     layout = setting.layout
     rest = After(0.0, _tied(setting), _updating(setting))
-    if everywhere(layout.zero >= 3):
+    if everywhere(layout.mesh.zero >= 3):
         return rest
     plain, routed = work.own_weights(setting.shape, layout)
-    gradients = layout.gradient_bytes * plain
+    gradients = layout.sent.gradient_bytes * plain
     whole = sum(gather_seconds(setting, gradients, 2 * plain)) + copy_seconds(setting, gradients)
     # without a cut all ranks are copies of one another
-    alone = (layout.zero >= 1) | (layout.shard * layout.cp <= 1)
+    alone = (layout.mesh.zero >= 1) | (layout.mesh.shard * layout.mesh.cp <= 1)
     if not everywhere(alone):
         whole = where(alone, whole, reduce_seconds(setting, gradients))
-    total = whole + expert_seconds(setting, layout.gradient_bytes * routed, 2 * routed)
-    return rest._replace(reducing=where(layout.zero >= 3, 0.0, total))
+    total = whole + expert_seconds(setting, layout.sent.gradient_bytes * routed, 2 * routed)
+    return rest._replace(reducing=where(layout.mesh.zero >= 3, 0.0, total))
 
 
 def _reducing(setting: Setting, stage: Stage, after: After) -> Number:
     """What is exposed of it, and of a tied embedding's gradients all."""
     layout, rates = setting.layout, setting.rates
     # under a pipeline no backward is long enough for replicated gradients to be sent beside it
-    late = (layout.zero >= 1) | (layout.pp > 1)
-    share = where(late, rates.exposed_data, rates.exposed_all_reduce)
+    late = (layout.mesh.zero >= 1) | (layout.mesh.pp > 1)
+    share = where(late, rates.exposed.exposed_data, rates.exposed.exposed_all_reduce)
     covered = larger((1 - share) * after.reducing - 0.66 * stage.longest, 0)
-    return layout.trains * (share * after.reducing + covered + after.tied)
+    return layout.update.trains * (share * after.reducing + covered + after.tied)
 
 
 def _tied(setting: Setting) -> Number:
@@ -185,7 +185,7 @@ def _tied(setting: Setting) -> Number:
     shape, layout = setting.shape, setting.layout
     if everywhere(shape.own_head > 0):
         return 0.0
-    nbytes = layout.gradient_bytes * shape.vocab * shape.hidden / layout.tp
+    nbytes = layout.sent.gradient_bytes * shape.vocab * shape.hidden / layout.mesh.tp
     return where(shape.own_head == 0, tied_seconds(setting, nbytes), 0.0)
 
 
@@ -193,9 +193,12 @@ def _updating(setting: Setting) -> Number:
     """Seconds of the optimizer: its states' bytes, and what passes to the host and back."""
     layout, machine, rates = setting.layout, setting.machine, setting.rates
     plain, routed = work.own_weights(setting.shape, layout)
-    cut = layout.zero >= 1
-    copies = larger(layout.dp * layout.cp * layout.tp / layout.ep, 1)
-    own = plain / where(cut, layout.shard * layout.cp, 1) + routed / where(cut, copies, 1)
-    seconds = layout.state_bytes / (machine.memory * rates.memory) + layout.offloaded / machine.host
-    products = layout.update_flop / (machine.products * rates.products)
-    return layout.trains * own * seconds + products
+    cut = layout.mesh.zero >= 1
+    copies = larger(layout.mesh.dp * layout.mesh.cp * layout.mesh.tp / layout.mesh.ep, 1)
+    own = plain / where(cut, layout.mesh.shard * layout.mesh.cp, 1) + routed / where(cut, copies, 1)
+    seconds = (
+        layout.update.state_bytes / (machine.memory * rates.elementwise.memory)
+        + layout.update.offloaded / machine.host
+    )
+    products = layout.update.update_flop / (machine.products * rates.compute.products)
+    return layout.update.trains * own * seconds + products

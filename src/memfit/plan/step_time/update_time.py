@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from memfit.catalog import find_device
 from memfit.optimizers import find_optimizer
+from memfit.plan.step_time.arrays import change
 from memfit.plan.step_time.rates import Machine
 from memfit.plan.step_time.work import Layout
 from memfit.records.model import Model, TensorSpec
@@ -53,16 +54,16 @@ def with_update(
     settings = recipe.optimizer
     if recipe.offload == "optimizer":
         memory = find_device("cpu-x86").bandwidth or machine.host
-        there = layout.state_bytes * machine.host / memory
-        return layout._replace(state_bytes=0.0, offloaded=layout.offloaded + there)
+        there = layout.update.state_bytes * machine.host / memory
+        return change(layout, state_bytes=0.0, offloaded=layout.update.offloaded + there)
     plain = replace(settings, name="adamw", implementation="fused")
     known = moved(updated, plain)
     if not known:
         return layout
-    found = layout._replace(state_bytes=layout.state_bytes * moved(updated, settings) / known)
+    found = change(layout, state_bytes=layout.update.state_bytes * moved(updated, settings) / known)
     if products := flop(updated, settings):
-        found = found._replace(update_flop=products)
+        found = change(found, update_flop=products)
     if settings.in_backward:
         weights = sum(count for _, count in updated)
-        found = found._replace(update_launch=ALONE * weights / layers)
+        found = change(found, update_launch=ALONE * weights / layers)
     return found

@@ -43,12 +43,17 @@ class Shape(NamedTuple):
         return where(self.scores > 0, 1.0, self.vocab)
 
 
-class Layout(NamedTuple):
-    """How a step is laid out over ranks, and what of it is repeated or narrow."""
+class Rows(NamedTuple):
+    """The rows that a rank reads in a step."""
 
     sequence: Number
     micro_batch: Number
     accumulation: Number
+
+
+class Mesh(NamedTuple):
+    """How many ranks share what."""
+
     dp: Number  # ranks with a share of the batch
     shard: Number  # of them, those among which states (zero 1), gradients, weights (3) are cut
     zero: Number
@@ -56,48 +61,102 @@ class Layout(NamedTuple):
     sequence_parallel: Number  # 1 or 0
     cp: Number
     pp: Number
-    chunks: Number  # pieces of a pipeline rank (virtual stages)
     ep: Number
-    repeated: Number  # share of the blocks that backward computes again in full
-    selective: Number  # share of the blocks of which it computes cheap parts again
-    products_repeated: Number  # share of such a block's products among those parts
-    narrow: Number  # 1 where blocks multiply in FP8 or FP4
-    gradient_bytes: Number  # an element of a gradient takes on the wire
-    state_bytes: Number  # read and written for one updated parameter
-    trains: Number  # 1: all weights; 0: adapters beside frozen ones
-    packed: Number  # passes over frozen weights that are unpacked before each product; 0: none
-    compiled: Number  # 1 where element-wise operations are fused by a compiler
-    written_out: Number  # 1 where attention writes its scores to memory (math, eager)
-    asynchronous: Number  # 1 where tp's collectives run beside the products they feed
-    deduplicated: Number  # 1 where a token goes once to each domain that has experts of it
-    overlapped: Number  # 1 where tokens travel to experts while another micro-batch is computed
+
+
+class Stages(NamedTuple):
+    """How blocks are dealt to the ranks of a pipeline."""
+
+    chunks: Number  # pieces of a pipeline rank (virtual stages)
     most: Number  # blocks of the fullest pipeline rank but the last
     last: Number  # blocks of the last one, which has the head
     balanced: Number  # 1 where stages are dealt by their cost, the head's included
-    offloaded: Number  # bytes of an updated parameter that pass the link to the host, both ways
-    element: Number  # bytes of an activation
-    entered: Number  # share of the blocks that backward enters: all but frozen first ones
-    chunk_bytes: Number  # moved a micro-batch because the loss goes through the head in chunks
-    recast: Number = 0.0  # elements of a block's weights that each pass narrows, unfused
-    measured: Number = 0.0  # elements of a block's weights that a forward measures (DoRA, QAT)
-    update_flop: Number = 0.0  # of the optimizer's own matrix products, a step
-    update_launch: Number = 0.0  # s that the host takes to update a block's weights in its backward
+    bubble: Number = 1.0  # of 1F1B's, or interleaved's: what the schedule's ranks wait
+
+
+class Recompute(NamedTuple):
+    """Which blocks the backward enters, and what it computes a second time."""
+
+    repeated: Number  # share of the blocks that backward computes again in full
+    selective: Number  # share of the blocks of which it computes cheap parts again
+    products_repeated: Number  # share of such a block's products among those parts
     # share of a block's element-wise work that a selective recomputation repeats, where that is
     # known: all of memfit's own; 0: a quarter, as fitted
     recomputed: Number = 0.0
+    remade: Number = 0.0  # 1 where backward makes gated products again (train/lean)
+    entered: Number = 1.0  # share of the blocks that backward enters: all but frozen first ones
+
+
+class Numbers(NamedTuple):
+    """In which formats blocks compute, and what it takes to bring their numbers there."""
+
+    element: Number  # bytes of an activation
+    narrow: Number  # 1 where blocks multiply in FP8 or FP4
+    packed: Number  # passes over frozen weights that are unpacked before each product; 0: none
+    compiled: Number  # 1 where element-wise operations are fused by a compiler
+    written_out: Number  # 1 where attention writes its scores to memory (math, eager)
     eight: Number = 0.0  # 1 where frozen weights multiply in int8, their outliers aside
-    offloads: Number = 0.0  # share of the blocks whose activations wait in host memory
-    stowed: Number = 0.0  # bytes of one of them, copied there and back
-    bubble: Number = 1.0  # of 1F1B's, or interleaved's: what the schedule's ranks wait
+    recast: Number = 0.0  # elements of a block's weights that each pass narrows, unfused
+    measured: Number = 0.0  # elements of a block's weights that a forward measures (DoRA, QAT)
+
+
+class Loss(NamedTuple):
+    """What the loss adds to one forward and its backward."""
+
+    chunk_bytes: Number  # moved a micro-batch because the loss goes through the head in chunks
     references: Number = 0.0  # forwards without a gradient before each micro-batch's own
     heads: Number = 0.0  # the head's products beyond one forward and its backward
+
+
+class Sent(NamedTuple):
+    """What ranks send each other, and what runs beside it."""
+
+    gradient_bytes: Number  # an element of a gradient takes on the wire
+    asynchronous: Number  # 1 where tp's collectives run beside the products they feed
+    deduplicated: Number  # 1 where a token goes once to each domain that has experts of it
+    overlapped: Number  # 1 where tokens travel to experts while another micro-batch is computed
     gathered: Number = 2.0  # bytes of a weight of a block on the wire
     gathered_once: Number = 0.0  # 1 where weights of zero 3 stay gathered until the backward
-    remade: Number = 0.0  # 1 where backward makes gated products again (train/lean)
-    # beside a frozen base, over a block whose every projection has an adapter (clock/adapters.py):
+
+
+class Update(NamedTuple):
+    """What the optimizer updates and moves."""
+
+    trains: Number  # 1: all weights; 0: adapters beside frozen ones
+    state_bytes: Number  # read and written for one updated parameter
+    offloaded: Number  # bytes of an updated parameter that pass the link to the host, both ways
+    update_flop: Number = 0.0  # of the optimizer's own matrix products, a step
+    update_launch: Number = 0.0  # s that the host takes to update a block's weights in its backward
+
+
+class Offloading(NamedTuple):
+    """Activations that wait in host memory."""
+
+    offloads: Number = 0.0  # share of the blocks that have such
+    stowed: Number = 0.0  # bytes of one of them, copied there and back
+
+
+class Beside(NamedTuple):
+    """Adapters of a frozen base, over those of a block whose every projection has one."""
+
     adapters: Number = 1.0  # how many there are
     adapted: Number = 1.0  # elements of what they read and write
     spared: Number = 0.0  # of a block's launches, those that frozen matrices leave out
+
+
+class Layout(NamedTuple):
+    """How a step is laid out over ranks, and what of it is repeated or narrow."""
+
+    rows: Rows
+    mesh: Mesh
+    stages: Stages
+    recompute: Recompute
+    numbers: Numbers
+    loss: Loss
+    sent: Sent
+    update: Update
+    offloading: Offloading = Offloading()
+    beside: Beside = Beside()
 
 
 class Product(NamedTuple):
@@ -123,12 +182,12 @@ class Attention(NamedTuple):
 
 def tokens_of(layout: Layout) -> Number:
     """Tokens of one rank and micro-batch."""
-    return layout.micro_batch * layout.sequence / layout.cp
+    return layout.rows.micro_batch * layout.rows.sequence / layout.mesh.cp
 
 
 def attention_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
     """Queries, keys and values in one product, and the output's; or latent attention's five."""
-    m, tp = tokens_of(layout), layout.tp
+    m, tp = tokens_of(layout), layout.mesh.tp
     latent = shape.kv_rank > 0
     queries = shape.heads * shape.key
     plain_in = queries + shape.kv_heads * (shape.key + shape.value)
@@ -146,7 +205,7 @@ def attention_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
 
 def feed_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
     """The plain feed-forward's two products."""
-    m, width = tokens_of(layout), shape.ffn / layout.tp
+    m, width = tokens_of(layout), shape.ffn / layout.mesh.tp
     return (
         Product(m, width * (1 + shape.gated), shape.hidden, (shape.ffn > 0) * 1.0),
         Product(m, shape.hidden, width, (shape.ffn > 0) * 1.0),
@@ -161,12 +220,12 @@ def quantised_bytes(shape: Shape, layout: Layout) -> Number:
     Source: bitsandbytes/backends/cuda/ops.py, int8_vectorwise_quant and int8_mm_dequant.
     """
     products = (*attention_products(shape, layout), *feed_products(shape, layout))
-    return layout.eight * sum(p.count * p.m * (16 * p.k + 18 * p.n) for p in products)
+    return layout.numbers.eight * sum(p.count * p.m * (16 * p.k + 18 * p.n) for p in products)
 
 
 def expert_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
     """The products of a rank's experts, over as many tokens each as an even routing brings."""
-    own = larger(shape.experts / layout.ep, 1)
+    own = larger(shape.experts / layout.mesh.ep, 1)
     rows = routed_tokens(shape, layout) / own
     return (
         Product(rows, shape.expert_ffn * 2, shape.hidden, (shape.experts > 0) * own),
@@ -176,30 +235,30 @@ def expert_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
 
 def shared_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
     """The products of the expert that every token visits."""
-    m, width = tokens_of(layout), shape.shared_ffn / layout.tp
+    m, width = tokens_of(layout), shape.shared_ffn / layout.mesh.tp
     there = (shape.shared_ffn > 0) * 1.0
     return Product(m, width * 2, shape.hidden, there), Product(m, shape.hidden, width, there)
 
 
 def routed_tokens(shape: Shape, layout: Layout) -> Number:
     """Rows of a rank's experts: each token as often as it visits one; tp ranks share them."""
-    return tokens_of(layout) * shape.per_token / layout.tp
+    return tokens_of(layout) * shape.per_token / layout.mesh.tp
 
 
 def attend(shape: Shape, layout: Layout) -> Attention:
     """Attention's two products; kernels that know causality skip half of the scores."""
-    pairs = layout.micro_batch * layout.sequence * layout.sequence / layout.cp
+    pairs = layout.rows.micro_batch * layout.rows.sequence * layout.rows.sequence / layout.mesh.cp
     reached = where(
-        (shape.window > 0) * (layout.written_out == 0),
-        smaller(shape.window / layout.sequence, 1.0), 1.0,
+        (shape.window > 0) * (layout.numbers.written_out == 0),
+        smaller(shape.window / layout.rows.sequence, 1.0), 1.0,
     )  # fmt: skip
-    causal = where(layout.written_out > 0, 1.0, 0.5)
+    causal = where(layout.numbers.written_out > 0, 1.0, 0.5)
     full = causal * (1 - shape.sliding)
     pairs = pairs * (full + shape.sliding * smaller(reached, causal))
-    heads = shape.heads / layout.tp
+    heads = shape.heads / layout.mesh.tp
     return Attention(
         flop=2.0 * pairs * heads * (shape.key + shape.value),
-        score_bytes=layout.written_out * layout.element * pairs * heads,
+        score_bytes=layout.numbers.written_out * layout.numbers.element * pairs * heads,
     )
 
 
@@ -214,9 +273,9 @@ class Elementwise(NamedTuple):
 
 def elementwise(shape: Shape, layout: Layout) -> Elementwise:
     """Bytes before a framework's fusion is counted."""
-    width = layout.element
-    tokens, tp = tokens_of(layout), layout.tp
-    outside = where(layout.sequence_parallel > 0, tokens / tp, tokens)
+    width = layout.numbers.element
+    tokens, tp = tokens_of(layout), layout.mesh.tp
+    outside = where(layout.mesh.sequence_parallel > 0, tokens / tp, tokens)
     heads = shape.heads * shape.key + 2 * shape.kv_heads * shape.key
     routed = routed_tokens(shape, layout)
     sparse = (shape.experts > 0) * 1.0
@@ -257,16 +316,16 @@ def expert_weights(shape: Shape) -> Number:
 
 def gathered_elements(shape: Shape, layout: Layout) -> Number:
     """Elements of one block that FSDP gathers and reduces: of this rank's tp and ep share."""
-    routed = where(layout.dp * layout.cp * layout.tp > layout.ep, 1.0, 0.0)
-    plain = plain_weights(shape) / layout.tp
-    return plain + routed * expert_weights(shape) / layout.ep
+    routed = where(layout.mesh.dp * layout.mesh.cp * layout.mesh.tp > layout.mesh.ep, 1.0, 0.0)
+    plain = plain_weights(shape) / layout.mesh.tp
+    return plain + routed * expert_weights(shape) / layout.mesh.ep
 
 
 def own_weights(shape: Shape, layout: Layout) -> tuple[Number, Number]:
     """Elements that one rank updates gradients of: those that ep leaves whole, and its experts."""
     ends = shape.vocab * shape.hidden * (1 + shape.own_head)
-    plain = (shape.layers * plain_weights(shape) + ends) / layout.tp / layout.pp
-    return plain, shape.layers * expert_weights(shape) / layout.ep / layout.pp
+    plain = (shape.layers * plain_weights(shape) + ends) / layout.mesh.tp / layout.mesh.pp
+    return plain, shape.layers * expert_weights(shape) / layout.mesh.ep / layout.mesh.pp
 
 
 def activation_bytes(shape: Shape, layout: Layout) -> Number:
@@ -277,9 +336,11 @@ def activation_bytes(shape: Shape, layout: Layout) -> Number:
 def key_value_bytes(shape: Shape, layout: Layout) -> Number:
     """Bytes of a rank's keys and values of one block, which go round the ring of cp."""
     width = shape.kv_heads * (shape.key + shape.value)
-    return 2 * tokens_of(layout) * width / layout.tp
+    return 2 * tokens_of(layout) * width / layout.mesh.tp
 
 
 def stage_bytes(shape: Shape, layout: Layout) -> Number:
     """Bytes that one stage hands to the next for one micro-batch."""
-    return activation_bytes(shape, layout) / where(layout.sequence_parallel > 0, layout.tp, 1)
+    return activation_bytes(shape, layout) / where(
+        layout.mesh.sequence_parallel > 0, layout.mesh.tp, 1
+    )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from memfit.plan.frameworks import find_framework
 from memfit.plan.step_time import work
+from memfit.plan.step_time.arrays import change
 from memfit.plan.step_time.predicted_time import Totals
 from memfit.plan.step_time.read import read_basis, read_layout
 from memfit.plan.step_time.work import Layout, Shape
@@ -28,7 +29,7 @@ def describe_traffic(totals: Totals, recipe: Recipe) -> tuple[Traffic, ...]:
     products = sum(totals.dense) + totals.head
     if products and find_framework(recipe.framework).time.counts_weights:
         trained = sum(totals.trained) + totals.head_trained
-        layout = layout._replace(trains=trained / products)
+        layout = change(layout, trains=trained / products)
     rows = [*_data(shape, layout), *_tensor(shape, layout), *_context(shape, layout)]
     return tuple(row for row in (*rows, *_stages(shape, layout)) if row.nbytes)
 
@@ -46,28 +47,28 @@ def _sent(axis: str, collective: str, ranks: float, nbytes: float, because: str)
 
 def _data(shape: Shape, layout: Layout) -> Iterator[Traffic]:
     """Weights and gradients among data-parallel ranks."""
-    shards, copies = layout.shard * layout.cp, layout.dp / layout.shard
+    shards, copies = layout.mesh.shard * layout.mesh.cp, layout.mesh.dp / layout.mesh.shard
     plain, routed = work.own_weights(shape, layout)
     elements = plain + routed
-    ends = shape.vocab * shape.hidden / layout.tp / layout.pp
-    times = layout.accumulation if layout.zero >= 3 and layout.pp == 1 else 1.0
-    gradients = layout.trains * layout.gradient_bytes * elements * times
+    ends = shape.vocab * shape.hidden / layout.mesh.tp / layout.mesh.pp
+    times = layout.rows.accumulation if layout.mesh.zero >= 3 and layout.mesh.pp == 1 else 1.0
+    gradients = layout.update.trains * layout.sent.gradient_bytes * elements * times
     often = f" x {times:g} micro-batches" if times > 1 else ""
-    wire = f"{layout.gradient_bytes:g} B a gradient{often}"
-    if shards > 1 and layout.zero >= 3:
+    wire = f"{layout.sent.gradient_bytes:g} B a gradient{often}"
+    if shards > 1 and layout.mesh.zero >= 3:
         # the head's unit is not given up before the backward, nor is one with a tied embedding
-        passes = 2 - layout.gathered_once
+        passes = 2 - layout.sent.gathered_once
         twice = passes * (elements - ends) + ends
-        gathered = layout.gathered * twice * times
-        reason = f"weights, {layout.gathered:g} B each, gathered {passes:g} times{often}"
+        gathered = layout.sent.gathered * twice * times
+        reason = f"weights, {layout.sent.gathered:g} B each, gathered {passes:g} times{often}"
         yield _sent("dp_shard", "all_gather", shards, gathered, reason)
         yield _sent("dp_shard", "reduce_scatter", shards, gradients, wire)
-    elif shards > 1 and layout.zero >= 1:
+    elif shards > 1 and layout.mesh.zero >= 1:
         yield _sent("dp_shard", "reduce_scatter", shards, gradients, wire)
-        updated = layout.trains * 2 * elements
+        updated = layout.update.trains * 2 * elements
         yield _sent("dp_shard", "all_gather", shards, updated, "updated weights, 2 B each")
-    if layout.zero < 1:
-        yield _sent("dp_replicate", "all_reduce", layout.dp * layout.cp, gradients, wire)
+    if layout.mesh.zero < 1:
+        yield _sent("dp_replicate", "all_reduce", layout.mesh.dp * layout.mesh.cp, gradients, wire)
     elif copies > 1:
         reason = f"{wire}, of a rank's share" if shards > 1 else wire
         yield _sent("dp_replicate", "all_reduce", copies, gradients / shards, reason)
@@ -75,36 +76,36 @@ def _data(shape: Shape, layout: Layout) -> Iterator[Traffic]:
 
 def _tensor(shape: Shape, layout: Layout) -> Iterator[Traffic]:
     """Activations that ranks of tp gather and sum, twice a block and pass."""
-    if layout.tp <= 1:
+    if layout.mesh.tp <= 1:
         return
-    blocks = shape.layers / layout.pp * layout.accumulation
+    blocks = shape.layers / layout.mesh.pp * layout.rows.accumulation
     each = work.activation_bytes(shape, layout)
     count = 4 * blocks  # after attention and the feed-forward, forward and backward
     reason = f"activations of {blocks:g} blocks' passes, forward and backward"
-    if layout.sequence_parallel:
-        yield _sent("tp", "all_gather", layout.tp, count * each, reason)
-        yield _sent("tp", "reduce_scatter", layout.tp, count * each, reason)
+    if layout.mesh.sequence_parallel:
+        yield _sent("tp", "all_gather", layout.mesh.tp, count * each, reason)
+        yield _sent("tp", "reduce_scatter", layout.mesh.tp, count * each, reason)
     else:
-        yield _sent("tp", "all_reduce", layout.tp, count * each, reason)
+        yield _sent("tp", "all_reduce", layout.mesh.tp, count * each, reason)
 
 
 def _context(shape: Shape, layout: Layout) -> Iterator[Traffic]:
     """Keys and values round the ring: there; and back, with their gradients."""
-    if layout.cp <= 1:
+    if layout.mesh.cp <= 1:
         return
-    hops = (layout.cp - 1) * shape.layers / layout.pp * layout.accumulation
+    hops = (layout.mesh.cp - 1) * shape.layers / layout.mesh.pp * layout.rows.accumulation
     each = work.key_value_bytes(shape, layout)
     reason = "keys and values to the next rank, and with their gradients in the backward"
-    yield _sent("cp", "send_recv", layout.cp, 3 * hops * each, reason)
+    yield _sent("cp", "send_recv", layout.mesh.cp, 3 * hops * each, reason)
 
 
 def _stages(shape: Shape, layout: Layout) -> Iterator[Traffic]:
     """A hidden state to the next stage, and its gradient to the one before."""
-    if layout.pp <= 1:
+    if layout.mesh.pp <= 1:
         return
-    nbytes = 2 * work.stage_bytes(shape, layout) * layout.accumulation * layout.chunks
-    reason = f"hidden states and gradients of {layout.accumulation:g} micro-batches"
-    yield _sent("pp", "send_recv", layout.pp, nbytes, reason)
+    nbytes = 2 * work.stage_bytes(shape, layout) * layout.rows.accumulation * layout.stages.chunks
+    reason = f"hidden states and gradients of {layout.rows.accumulation:g} micro-batches"
+    yield _sent("pp", "send_recv", layout.mesh.pp, nbytes, reason)
 
 
 def compare_with_copies(rows: tuple[Traffic, ...]) -> float | None:

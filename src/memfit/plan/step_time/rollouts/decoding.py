@@ -90,8 +90,8 @@ def time_step(decoding: Decoding, columns: int) -> Step:
     """One step of all rows in flight whose attention reaches `columns` tokens."""
     setting = decoding.setting
     shape, layout, machine, rates = setting
-    reading, bandwidth = machine.memory * READING, machine.memory * rates.memory
-    rows, blocks = layout.micro_batch, shape.layers
+    reading, bandwidth = machine.memory * READING, machine.memory * rates.elementwise.memory
+    rows, blocks = layout.rows.micro_batch, shape.layers
     operations = blocks * count_operations(decoding) + OUTSIDE
     plain, routed = work.plain_weights(shape), work.expert_weights(shape)
     share = shape.per_token / max(shape.experts, 1.0)
@@ -105,12 +105,12 @@ def time_step(decoding: Decoding, columns: int) -> Step:
     between = extra.elementwise + extra.adapters + extra.norms + extra.coding
     return Step(
         weights=read / reading,
-        products=(flop + expanded) / (machine.products * rates.products),
+        products=(flop + expanded) / (machine.products * rates.compute.products),
         cache=cached / reading,
         around=blocks * between + SAMPLING * rows * shape.vocab / bandwidth,
         kernels=operations * KERNEL,
-        host=operations * (machine.own.launch or rates.launch / WHOLE)
-        + blocks * (1 - shape.plain) * rates.expert_launch / 3,
+        host=operations * (machine.own.launch or rates.host.launch / WHOLE)
+        + blocks * (1 - shape.plain) * rates.host.expert_launch / 3,
         waiting=EACH_ROW * rows,
     )
 
@@ -124,7 +124,7 @@ def count_operations(decoding: Decoding) -> float:
         count = float(CAST if recipe.autocast and _stored(recipe) == 4 else WIDE)
     if recipe.adapted:
         each = ADAPTER_CAST if recipe.autocast else ADAPTER
-        count += each * layout.adapters * PROJECTIONS
+        count += each * layout.beside.adapters * PROJECTIONS
     if recipe.coding:
         count += decoding.projections * _count_quantised(decoding)
     return count
@@ -140,7 +140,7 @@ def _count_quantised(decoding: Decoding) -> int:
 
 def is_fused(decoding: Decoding) -> bool:
     """Whether a kernel multiplies so few rows by the codes of every matrix of a block."""
-    return bool(decoding.setting.layout.micro_batch <= decoding.fused_rows)
+    return bool(decoding.setting.layout.rows.micro_batch <= decoding.fused_rows)
 
 
 def weight_bytes(decoding: Decoding) -> float:
@@ -168,7 +168,7 @@ def _stored(recipe: Recipe) -> int:
 def _read_cache(decoding: Decoding, columns: int) -> tuple[float, float]:
     """Bytes of keys, values and scores that all blocks read, and FLOP of what they expand."""
     shape, layout = decoding.setting.shape, decoding.setting.layout
-    rows, element = layout.micro_batch, layout.element
+    rows, element = layout.rows.micro_batch, layout.numbers.element
     layers = layer_caches(decoding.architecture)
     held = sum(c.heads * (c.key + c.value) * c.columns(columns) for c in layers)
     reached = sum(c.columns(columns) for c in layers)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from memfit.base_formats import find_base_format
 from memfit.families.capabilities.kv_cache import cache_bytes
-from memfit.plan.step_time.arrays import beside
+from memfit.plan.step_time.arrays import beside, change
 from memfit.plan.step_time.block import score_head, spend, time_block
 from memfit.plan.step_time.rates import Setting
 from memfit.plan.step_time.rollouts.decoding import EACH_ANSWER, Decoding, step_seconds, time_step
@@ -85,7 +85,7 @@ def time_iteration(
     projections: matrices of a block.
     """
     counts = count(recipe, architecture)
-    one = setting.layout._replace(micro_batch=1.0 * counts.rows, sequence=1.0)
+    one = change(setting.layout, micro_batch=1.0 * counts.rows, sequence=1.0)
     fused = find_base_format(recipe.base_format).fused_rows(device.compute_capability)
     decoding = Decoding(
         setting._replace(layout=one), recipe, architecture, projections, device, fused
@@ -130,7 +130,7 @@ def _switch(setting: Setting, recipe: Recipe, architecture: Architecture, counts
         architecture, rows=counts.rows, tokens=counts.prompt + counts.completion,
         dtype=recipe.compute_dtype, spare=counts.prompt,
     )  # fmt: skip
-    seconds = nbytes / (setting.machine.memory * setting.rates.memory)
+    seconds = nbytes / (setting.machine.memory * setting.rates.elementwise.memory)
     because = "the same modules sample and learn, no weight moves; the slots are written once"
     return Phase("switch", counts.rounds * seconds, 0, "compute", because)
 
@@ -140,7 +140,7 @@ def _prefill(setting: Setting, recipe: Recipe, counts: Counts, device: Device) -
     group = recipe.rollout.num_generations
     free = max(1, counts.rows // group)  # prompts whose answers find slots together
     each = min(counts.prompts, free, max(1, PREFILL_TOKENS // counts.prompt))
-    layout = setting.layout._replace(micro_batch=1.0 * each, sequence=1.0 * counts.prompt)
+    layout = change(setting.layout, micro_batch=1.0 * each, sequence=1.0 * counts.prompt)
     calls = -(-counts.prompts // each)
     seconds = counts.rounds * calls * _forward(setting._replace(layout=layout), device)
     because = (
@@ -157,7 +157,7 @@ def _decode(decoding: Decoding, counts: Counts) -> Phase:
     last = counts.answers - (counts.waves - 1) * counts.rows
     whole = counts.prompt + counts.completion
     for rows, waves in ((counts.rows, counts.waves - 1), (last, 1)):
-        layout = decoding.setting.layout._replace(micro_batch=1.0 * rows)
+        layout = change(decoding.setting.layout, micro_batch=1.0 * rows)
         wave = decoding._replace(setting=decoding.setting._replace(layout=layout))
         for columns, steps in reaches(counts, rollout.reach):
             seconds += waves * steps * step_seconds(time_step(wave, columns), wave.device)
