@@ -26,7 +26,6 @@ OF_SENTENCES = re.compile(rf"\b(?:{'|'.join(sorted(WORDS))}|so many)\b", re.IGNO
 EXCEPTIONS = {
     ("plan/step_time/arrays.py", "where"),  # numpy's function, on plain numbers too
     ("records/results.py", "where"),  # a field of run.json
-    ("train/step/step.py", "told"),  # which of two functions a micro-batch tells its phases
 }
 
 

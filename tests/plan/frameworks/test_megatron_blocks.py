@@ -138,7 +138,7 @@ def test_experts_by_hand():
     less = save_block(read_shape(other), read_settings(other).block, moe=True)
     assert "experts, activation" not in less
     # dp x tp = 4 ranks, of which 4 hold different experts: none shares an expert's states
-    assert (shape.shards, shape.expert_shards) == (4, 1)
+    assert (shape.mesh.shards, shape.mesh.expert_shards) == (4, 1)
 
 
 def test_grouped_products_have_a_workspace_on_each_of_four_streams():

@@ -160,21 +160,21 @@ def _options(recipe: Recipe) -> dict[str, Option]:
 
 
 def _shape(job: Job, s: Shape, options: dict[str, Option], left: dict[str, str]) -> list[object]:
-    a, config = job.architecture, job.recipe.model.config
+    a, config, latent = job.architecture, job.recipe.model.config, s.attention.latent
     words: list[object] = [
         "--num-layers", a.layers, "--hidden-size", a.hidden, "--ffn-hidden-size", a.ffn,
         "--num-attention-heads", a.heads, "--kv-channels", a.head_dim,
         "--max-position-embeddings", max(a.max_sequence, job.recipe.sequence_length),
         "--normalization", "RMSNorm" if s.norm == 1 else "LayerNorm",
     ]  # fmt: skip
-    if a.kv_heads < a.heads and not s.latent.kv_rank:
+    if a.kv_heads < a.heads and not latent.kv_rank:
         words += ["--group-query-attention", "--num-query-groups", a.kv_heads]
     words += ["--swiglu"] if s.widen == 2 else []
     words += ["--disable-bias-linear"] if not s.bias else []
-    words += ["--add-qkv-bias"] if s.qkv_bias and not s.bias else []
-    words += ["--untie-embeddings-and-output-weights"] if not s.tied else []
-    words += ["--qk-layernorm"] if s.qk_norm else []
-    if s.positions:
+    words += ["--add-qkv-bias"] if s.attention.qkv_bias and not s.bias else []
+    words += ["--untie-embeddings-and-output-weights"] if not s.ends.tied else []
+    words += ["--qk-layernorm"] if s.attention.qk_norm else []
+    if s.ends.positions:
         words += ["--position-embedding-type", "learned_absolute"]
     else:
         parameters = config.get("rope_parameters") or {}
@@ -185,13 +185,13 @@ def _shape(job: Job, s: Shape, options: dict[str, Option], left: dict[str, str])
             left["model"] = "memfit's catalogue has no rotary base: add --rotary-base"
     if eps := config.get("rms_norm_eps", config.get("layer_norm_eps")):
         words += ["--norm-epsilon", eps]
-    if s.latent.kv_rank:
+    if latent.kv_rank:
         words += [
-            "--multi-latent-attention", "--kv-lora-rank", s.latent.kv_rank,
-            "--qk-head-dim", s.latent.unrotated, "--qk-pos-emb-head-dim", s.latent.rotated,
-            "--v-head-dim", s.latent.value,
+            "--multi-latent-attention", "--kv-lora-rank", latent.kv_rank,
+            "--qk-head-dim", latent.unrotated, "--qk-pos-emb-head-dim", latent.rotated,
+            "--v-head-dim", latent.value,
         ]  # fmt: skip
-        words += ["--q-lora-rank", s.latent.query_rank] if s.latent.query_rank else []
+        words += ["--q-lora-rank", latent.query_rank] if latent.query_rank else []
     e = s.experts
     if e.count:
         words += [

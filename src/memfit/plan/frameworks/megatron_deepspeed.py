@@ -158,9 +158,9 @@ def _deal_stages(shape: Shape, aware: bool) -> list[Stage]:
     DeepSpeed's partition_balanced; `aware` counts the embedding and the head as a block each.
     """
     units = shape.layers + 2 * aware
-    each = -(-units // shape.pp)
+    each = -(-units // shape.mesh.pp)
     sizes, left = [], units
-    for _ in range(shape.pp):
+    for _ in range(shape.mesh.pp):
         sizes.append(min(each, left))
         left -= sizes[-1]
     if aware:
@@ -168,11 +168,12 @@ def _deal_stages(shape: Shape, aware: bool) -> list[Stage]:
         sizes[-1] -= 1
     if min(sizes) < 1:
         raise InvalidRequest(
-            f"a stage of `parallel.pp: {shape.pp}` is left without one of the {shape.layers} blocks"
+            f"a stage of `parallel.pp: {shape.mesh.pp}` is left without one of the"
+            f" {shape.layers} blocks"
         )
     return [
-        Stage(index=i, chunks=chunks, first=i == 0, last=i == shape.pp - 1)
-        for i, chunks in enumerate(deal_sizes(sizes, shape.pp))
+        Stage(index=i, chunks=chunks, first=i == 0, last=i == shape.mesh.pp - 1)
+        for i, chunks in enumerate(deal_sizes(sizes, shape.mesh.pp))
     ]
 
 
@@ -183,8 +184,8 @@ def _hold_states(shape: Shape, settings: Settings, count: int) -> Held:
             settings.main_gradient * count, "fp32 sums of the gradients of all micro-batches"
         ),
         (Kind.OPTIMIZER_STATE, "optimizer"): (
-            12 * count // shape.shards,
-            f"master weights and moments, 12 B a parameter among {shape.shards} ranks",
+            12 * count // shape.mesh.shards,
+            f"master weights and moments, 12 B a parameter among {shape.mesh.shards} ranks",
         ),
     }  # fmt: skip
 
@@ -198,7 +199,7 @@ def _describe(
     states = _hold_states(shape, settings, count)
     states[Kind.WORKSPACE, "cuBLAS"] = (2 * settings.workspace, "one of each thread")
     (flights,) = count_in_flight(
-        stage.index, stages=shape.pp, chunks=1, micro_batches=shape.micro_batches
+        stage.index, stages=shape.mesh.pp, chunks=1, micro_batches=shape.rows.micro_batches
     )
     parts = keep_blocks(shape, blocks, numbers)
     parts["what the stage sends"] = shape.stream
@@ -230,7 +231,7 @@ def _describe(
             ),
         }  # fmt: skip
         return phases
-    own = 2 * count // shape.shards
+    own = 2 * count // shape.mesh.shards
     phases[Phase.ACCUMULATE] = {
         **states, **gradients, (Kind.REDUCE_SCATTER, "gradients"): (
             bucket + own, "a bucket, and the rank's own share of the mean"

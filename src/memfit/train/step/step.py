@@ -117,9 +117,9 @@ def step(
     for index, batch in enumerate(batches):
         if index:
             enter(Phase.ACCUMULATE)
-        told = nowhere if index else enter
+        inside = nowhere if index else enter  # all of a later micro-batch is `accumulate`
         sums = rewards if batch.aims is None else values
-        loss = _accumulate(built, batch, target_tokens, scale, told, sums)
+        loss = _accumulate(built, batch, target_tokens, scale, inside, sums)
         total = loss if total is None else total.add_(loss)
         del loss, batch
     if total is None:

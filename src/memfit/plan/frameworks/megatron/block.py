@@ -58,7 +58,7 @@ Parts = dict[str, int]
 def save_block(shape: Shape, settings: BlockSettings, *, moe: bool) -> Parts:
     """Bytes that one block keeps of one micro-batch, by what they are."""
     parts = save_norm(shape, settings, "attention", "linear_qkv")
-    if shape.latent.kv_rank:
+    if shape.attention.latent.kv_rank:
         parts |= _save_latent(shape, settings)
     else:
         parts |= _save_projected(shape, settings)
@@ -102,10 +102,10 @@ def _learns(settings: BlockSettings, linear: str) -> bool:
 
 def _save_adapters(shape: Shape, adapters: Adapters) -> Parts:
     """Low-rank products, and where there is dropout the inputs behind it with their masks."""
-    ffn = shape.tokens * shape.ffn // shape.tp
+    ffn = shape.tokens * shape.ffn // shape.mesh.tp
     inputs = {
         "linear_qkv": shape.own_tokens * shape.hidden,
-        "linear_proj": shape.tokens * shape.query // shape.tp,
+        "linear_proj": shape.tokens * shape.attention.query // shape.mesh.tp,
         "linear_fc1": shape.own_tokens * shape.hidden,
         "linear_fc2": ffn,
     }
@@ -117,41 +117,59 @@ def _save_adapters(shape: Shape, adapters: Adapters) -> Parts:
 
 def _save_projected(shape: Shape, settings: BlockSettings) -> Parts:
     """Queries, keys and values, after rotation where there is one."""
-    wide = 3 * shape.query if settings.layers == "legacy" else shape.query + 2 * shape.keys
-    normed = shape.query + shape.keys if shape.qk_norm else 0  # the norms' inputs, made contiguous
+    wide = (
+        3 * shape.attention.query
+        if settings.layers == "legacy"
+        else shape.attention.query + 2 * shape.attention.keys
+    )
+    normed = (
+        shape.attention.query + shape.attention.keys if shape.attention.qk_norm else 0
+    )  # the norms' inputs, made contiguous
     e = 1 if settings.fp8_attention else shape.element
     return {
-        "query, key, value": shape.tokens * (e * wide + shape.element * normed) // shape.tp,
+        "query, key, value": shape.tokens * (e * wide + shape.element * normed) // shape.mesh.tp,
     }
 
 
 def _save_latent(shape: Shape, settings: BlockSettings) -> Parts:
     """Compressed queries and keys with their norms' outputs; then heads, rotated and joined."""
-    m, tokens, e = shape.latent, shape.tokens, shape.element
+    m, tokens, e = shape.attention.latent, shape.tokens, shape.element
     own = shape.own_tokens
     compressed = 2 * (m.query_rank + m.kv_rank) + m.rotated
-    wide = shape.heads * (2 * (m.unrotated + m.rotated) + m.value)
+    wide = shape.attention.heads * (2 * (m.unrotated + m.rotated) + m.value)
     if "mla_up_proj" in settings.recomputed:
         return {"latent": e * own * (m.query_rank + m.kv_rank + m.rotated)}
     return {
         "latent": e * own * compressed + FLOAT * shape.norm * own * 2,
-        "query, key, value": e * tokens * wide // shape.tp,
+        "query, key, value": e * tokens * wide // shape.mesh.tp,
     }
 
 
 def save_core(shape: Shape, settings: BlockSettings) -> Parts:
     """The attention kernel's output, which the projection keeps, and what its backward needs."""
-    value = shape.heads * shape.latent.value if shape.latent.kv_rank else shape.query
+    value = (
+        shape.attention.heads * shape.attention.latent.value
+        if shape.attention.latent.kv_rank
+        else shape.attention.query
+    )
     # attention in FP8 keeps its output in 16 bits and once: MLCommons' rows say so, with and
     # without an exchange of heads
-    out = shape.element * shape.tokens * value // shape.tp
+    out = shape.element * shape.tokens * value // shape.mesh.tp
     parts = {"attention's output": out}
     if settings.fp8 and settings.adapters is None and not settings.fp8_attention:
-        parts["attention's output, in FP8 for the projection"] = shape.tokens * value // shape.tp
+        parts["attention's output, in FP8 for the projection"] = (
+            shape.tokens * value // shape.mesh.tp
+        )
     if "core_attn" in settings.recomputed:
         return parts
     if settings.attention == "eager":
-        elements = shape.heads * shape.tokens * shape.sequence * shape.cp // shape.tp
+        elements = (
+            shape.attention.heads
+            * shape.tokens
+            * shape.rows.sequence
+            * shape.mesh.cp
+            // shape.mesh.tp
+        )
         # the softmax's output, then dropout's mask and output; unfused, the softmax is in fp32 and
         # the product with the values keeps a 16-bit tensor of its own
         each = shape.element if settings.fused_softmax else FLOAT
@@ -161,10 +179,10 @@ def save_core(shape: Shape, settings: BlockSettings) -> Parts:
             each += shape.element
         parts["probabilities"] = elements * each
         return parts
-    parts["log-sum-exp"] = FLOAT * shape.tokens * shape.heads // shape.tp
+    parts["log-sum-exp"] = FLOAT * shape.tokens * shape.attention.heads // shape.mesh.tp
     exchanges = settings.scatters_heads and not settings.fp8_attention
     if settings.attention == "flash" or exchanges:
-        copied = out if settings.attention == "flash" else where(shape.cp > 1, out, 0)
+        copied = out if settings.attention == "flash" else where(shape.mesh.cp > 1, out, 0)
         parts["attention's output, as the kernel laid it out"] = copied
     return parts
 
@@ -173,7 +191,7 @@ def save_dense(shape: Shape, settings: BlockSettings) -> Parts:
     """Both linears' inputs between which the activation stands."""
     if "mlp" in settings.recomputed:
         return {}
-    elements = shape.tokens * shape.ffn // shape.tp
+    elements = shape.tokens * shape.ffn // shape.mesh.tp
     e = 1 if settings.fp8_activation else shape.element
     parts = {"feed-forward, first linear": e * shape.widen * elements}
     if settings.layers == "legacy" and shape.widen == 2:
@@ -185,7 +203,7 @@ def save_dense(shape: Shape, settings: BlockSettings) -> Parts:
 
 def routed_tokens(shape: Shape, settings: BlockSettings) -> int:
     """Token copies that the experts of one rank receive, of one micro-batch."""
-    copies = shape.own_tokens * shape.experts.per_token * shape.etp
+    copies = shape.own_tokens * shape.experts.per_token * shape.mesh.etp
     return rounded(copies * settings.imbalance)  # type: ignore[no-any-return]
 
 
@@ -195,7 +213,7 @@ def save_experts(shape: Shape, settings: BlockSettings) -> Parts:
         return {}
     e, x = shape.element, shape.experts
     routed = routed_tokens(shape, settings)
-    width = e * routed * x.ffn // shape.etp
+    width = e * routed * x.ffn // shape.mesh.etp
     # logits, scores and the mask of choices: 4 + 4 + 1 bytes an expert
     parts = {"router": shape.own_tokens * x.count * (2 * FLOAT + 1)}
     parts["experts, tokens"] = e * routed * shape.hidden
@@ -205,7 +223,7 @@ def save_experts(shape: Shape, settings: BlockSettings) -> Parts:
         # one is weighed by a product, which keeps the activation beside what the linear keeps
         parts["experts, activation"] = width if shape.widen == 2 else 2 * width
     if x.shared_ffn and "shared_experts" not in settings.recomputed:
-        shared = e * shape.tokens * x.shared_ffn // shape.tp
+        shared = e * shape.tokens * x.shared_ffn // shape.mesh.tp
         parts["shared expert"] = (shape.widen + 1) * shared
     return parts
 
@@ -220,16 +238,23 @@ def backward_extra(shape: Shape, settings: BlockSettings, *, moe: bool) -> int:
     e = shape.element
     if moe:
         routed = routed_tokens(shape, settings)
-        inside = e * routed * (shape.widen * shape.experts.ffn // shape.etp + shape.hidden)
+        inside = e * routed * (shape.widen * shape.experts.ffn // shape.mesh.etp + shape.hidden)
         freed = sum(save_experts(shape, settings).values())
     else:
-        inside = e * shape.tokens * shape.widen * shape.ffn // shape.tp
-        inside += where(shape.sp, e * shape.tokens * shape.hidden, 0)
+        inside = e * shape.tokens * shape.widen * shape.ffn // shape.mesh.tp
+        inside += where(shape.mesh.sp, e * shape.tokens * shape.hidden, 0)
         freed = sum(save_dense(shape, settings).values())
     if not settings.fuses_wgrad:
-        inside += e * shape.widen * shape.hidden * shape.ffn // shape.tp
+        inside += e * shape.widen * shape.hidden * shape.ffn // shape.mesh.tp
     most = inside
     if settings.attention == "eager":
-        scores = e * shape.heads * shape.tokens * shape.sequence * shape.cp // shape.tp
+        scores = (
+            e
+            * shape.attention.heads
+            * shape.tokens
+            * shape.rows.sequence
+            * shape.mesh.cp
+            // shape.mesh.tp
+        )
         most = larger(most, 2 * scores - freed)
     return shape.stream + most

@@ -41,7 +41,9 @@ def measure(job: Job) -> Peaks:
     def describe(rows: Any, last: bool, numbers: dict[str, Any]) -> Mapping[Phase, Held]:
         among, among_experts = take(shards, rows)
         of = block_of[rows]
-        own = structs.replace(take(shape, of), shards=among, expert_shards=among_experts)
+        own = take(shape, of)
+        mesh = structs.replace(own.mesh, shards=among, expert_shards=among_experts)
+        own = structs.replace(own, mesh=mesh)
         return describe_instants(own, settings, take(blocks, of), Count(last=last, **numbers))
 
     return find_peaks(slots, kind_of, describe)
@@ -77,7 +79,11 @@ def _count_pipelines(job: Job, shape: Shape, settings: Settings) -> tuple[Slots,
             shape.experts, shape.layers, pp, chunks, tuple(dealt), str(job.option("rank"))
         )
         micro_batches = take(kinds.recipe.accumulation, rows)
-        own = structs.replace(shape, pp=pp, chunks=chunks, micro_batches=micro_batches)
+        own = structs.replace(
+            shape,
+            mesh=structs.replace(shape.mesh, pp=pp, chunks=chunks),
+            rows=structs.replace(shape.rows, micro_batches=micro_batches),
+        )
         recomputed = take(kinds.recipe.recompute_blocks, rows)
         how = structs.replace(settings, recomputed_blocks=recomputed)
         place = 1

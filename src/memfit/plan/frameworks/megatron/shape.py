@@ -14,31 +14,21 @@ from memfit.records import Record
 from memfit.records.model import Experts, Latent
 
 
-class Shape(Record, frozen=True, kw_only=True):
-    """Sizes of the model, the micro-batch and the mesh; lengths are elements."""
+class Attention(Record, frozen=True, kw_only=True):
+    """Attention of a block; lengths are elements."""
 
-    layers: int
-    hidden: int
     heads: int
     query: int  # width of all queries of a block
     keys: int  # width of all keys, and of all values
     head_dim: int
-    ffn: int
-    widen: int  # outputs of the first linear per element of ffn: 2 where gated, else 1
-    norm: int  # vectors of a norm: 1 RMSNorm, 2 LayerNorm
-    vocab: int  # padded to make_vocab_size_divisible_by x tp
-    embedding_norm: int  # elements of a norm behind the embedding
-    positions: int  # rows of learned positions; 0 = rotary or none
-    tied: bool
     qkv_bias: bool
-    bias: bool  # of the other linears
     qk_norm: bool
-    experts: Experts
-    shared_gate: bool  # a row that weighs the shared expert
     latent: Latent
-    batch: int
-    sequence: int  # tokens of a sequence on one cp rank
-    micro_batches: int
+
+
+class Mesh(Record, frozen=True, kw_only=True):
+    """How many ranks share what."""
+
     tp: int
     sp: bool
     cp: int
@@ -48,17 +38,51 @@ class Shape(Record, frozen=True, kw_only=True):
     etp: int  # tensor-parallel ranks of an expert
     shards: int  # ranks among which the states of dense weights are cut
     expert_shards: int
+
+
+class Rows(Record, frozen=True, kw_only=True):
+    """What a rank reads in a step."""
+
+    batch: int  # sequences of a micro-batch
+    sequence: int  # tokens of a sequence on one cp rank
+    micro_batches: int
+
+
+class Ends(Record, frozen=True, kw_only=True):
+    """What stands before the first block and behind the last one."""
+
+    vocab: int  # padded to make_vocab_size_divisible_by x tp
+    embedding_norm: int  # elements of a norm behind the embedding
+    positions: int  # rows of learned positions; 0 = rotary or none
+    tied: bool
+
+
+class Shape(Record, frozen=True, kw_only=True):
+    """Sizes of the model, the micro-batch and the mesh; lengths are elements."""
+
+    layers: int
+    hidden: int
+    attention: Attention
+    ffn: int
+    widen: int  # outputs of the first linear per element of ffn: 2 where gated, else 1
+    norm: int  # vectors of a norm: 1 RMSNorm, 2 LayerNorm
+    bias: bool  # of linears other than those of queries, keys and values
+    experts: Experts
+    shared_gate: bool  # a row that weighs the shared expert
+    ends: Ends
+    rows: Rows
+    mesh: Mesh
     element: int  # bytes of an activation
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch inside a tensor-parallel matrix product."""
-        return self.batch * self.sequence
+        return self.rows.batch * self.rows.sequence
 
     @property
     def own_tokens(self) -> int:
         """Tokens of a micro-batch between the matrix products."""
-        return where(self.sp, self.tokens // self.tp, self.tokens)  # type: ignore[no-any-return]
+        return where(self.mesh.sp, self.tokens // self.mesh.tp, self.tokens)  # type: ignore[no-any-return]
 
     @property
     def stream(self) -> int:
@@ -73,25 +97,25 @@ class Shape(Record, frozen=True, kw_only=True):
     def attention_parameters(self) -> int:
         """Of one block on one rank, with its norm."""
         h, one = self.hidden, self.norm * self.hidden
-        if self.latent.kv_rank:
+        if self.attention.latent.kv_rank:
             return one + self._latent_parameters
-        wide = self.query + 2 * self.keys
-        total = one + (h * wide + self.query * h) // self.tp
-        total += wide // self.tp if self.qkv_bias else 0
+        wide = self.attention.query + 2 * self.attention.keys
+        total = one + (h * wide + self.attention.query * h) // self.mesh.tp
+        total += wide // self.mesh.tp if self.attention.qkv_bias else 0
         total += h if self.bias else 0
-        return total + (2 * self.norm * self.head_dim if self.qk_norm else 0)
+        return total + (2 * self.norm * self.attention.head_dim if self.attention.qk_norm else 0)
 
     @property
     def _latent_parameters(self) -> int:
         """Down-projections are whole on every rank, up-projections are cut by heads."""
-        m, h = self.latent, self.hidden
-        wide = self.heads * (m.unrotated + m.rotated)
+        m, h = self.attention.latent, self.hidden
+        wide = self.attention.heads * (m.unrotated + m.rotated)
         total = h * (m.kv_rank + m.rotated) + self.norm * m.kv_rank
-        total += m.kv_rank * self.heads * (m.unrotated + m.value) // self.tp
-        total += self.heads * m.value * h // self.tp
+        total += m.kv_rank * self.attention.heads * (m.unrotated + m.value) // self.mesh.tp
+        total += self.attention.heads * m.value * h // self.mesh.tp
         if m.query_rank:
-            return total + m.query_rank * (h + wide // self.tp) + self.norm * m.query_rank
-        return total + h * wide // self.tp
+            return total + m.query_rank * (h + wide // self.mesh.tp) + self.norm * m.query_rank
+        return total + h * wide // self.mesh.tp
 
     def feed_forward(self, width: int, ranks: int) -> int:
         """Return parameters of a feed-forward of that width cut among these ranks."""
@@ -102,31 +126,33 @@ class Shape(Record, frozen=True, kw_only=True):
         """Of a block, all but its routed experts."""
         total = self.attention_parameters + self.norm * self.hidden
         if not moe:
-            return total + self.feed_forward(self.ffn, self.tp)
+            return total + self.feed_forward(self.ffn, self.mesh.tp)
         total += self.experts.count * self.hidden  # the router
         if self.experts.shared_ffn:
-            total += self.feed_forward(self.experts.shared_ffn, self.tp)
+            total += self.feed_forward(self.experts.shared_ffn, self.mesh.tp)
             total += self.hidden if self.shared_gate else 0
         return total
 
     @property
     def expert_parameters(self) -> int:
         """Of a block with experts, the routed ones on one rank."""
-        return self.experts.count // self.ep * self.feed_forward(self.experts.ffn, self.etp)
+        return (
+            self.experts.count // self.mesh.ep * self.feed_forward(self.experts.ffn, self.mesh.etp)
+        )
 
     def adapter_parameters(self, adapted: frozenset[str], rank: int) -> int:
         """Of one block, the low-rank matrices beside those linears, cut among the tp ranks."""
-        h, q = self.hidden, self.query
+        h, q = self.hidden, self.attention.query
         ends = {
-            "linear_qkv": h + q + 2 * self.keys, "linear_proj": q + h,
+            "linear_qkv": h + q + 2 * self.attention.keys, "linear_proj": q + h,
             "linear_fc1": h + self.widen * self.ffn, "linear_fc2": self.ffn + h,
         }  # fmt: skip
-        return rank * sum(ends[linear] for linear in adapted) // self.tp
+        return rank * sum(ends[linear] for linear in adapted) // self.mesh.tp
 
     @property
     def table(self) -> int:
         """Elements of the vocabulary's rows on one rank: of the embedding, and of the head."""
-        return self.vocab // self.tp * self.hidden
+        return self.ends.vocab // self.mesh.tp * self.hidden
 
 
 def count_kinds(experts: Experts, start: Number, stop: int) -> tuple[Number, Number]:
@@ -153,37 +179,45 @@ def read_shape(job: Job) -> Shape:
     return Shape(
         layers=a.layers,
         hidden=a.hidden,
-        heads=a.heads,
-        query=a.heads * a.head_dim,
-        keys=a.kv_heads * a.head_dim,
-        head_dim=a.head_dim,
+        attention=Attention(
+            heads=a.heads,
+            query=a.heads * a.head_dim,
+            keys=a.kv_heads * a.head_dim,
+            head_dim=a.head_dim,
+            qkv_bias=a.attention_bias and not no_bias,
+            qk_norm=a.qk_norm or bool(job.option("qk_layernorm")),
+            latent=a.latent,
+        ),
         ffn=a.ffn,
         widen=_widen(job),
         norm={"RMSNorm": 1, "LayerNorm": 2}.get(
             str(job.option("normalization")), min(2, len(norms)) or 1
         ),
-        vocab=ceil_div(a.vocab, multiple) * multiple,
-        embedding_norm=sum(w.numel for w in tables if len(w.shape) == 1),
-        positions=positions,
-        tied=a.tied_embeddings and not job.option("untie_embeddings_and_output_weights"),
-        qkv_bias=a.attention_bias and not no_bias,
         bias=a.mlp_bias and not no_bias,
-        qk_norm=a.qk_norm or bool(job.option("qk_layernorm")),
         experts=experts,
         shared_gate=any("shared_expert_gate" in w.name for w in job.model.weights),
-        latent=a.latent,
-        batch=recipe.micro_batch,
-        sequence=recipe.sequence_length // p.cp,
-        micro_batches=recipe.accumulation,
-        tp=p.tp,
-        sp=p.sequence_parallel & (p.tp > 1),
-        cp=p.cp,
-        pp=p.pp,
-        chunks=p.virtual_pp,
-        ep=p.ep,
-        etp=_expert_ranks(job),
-        shards=shards,
-        expert_shards=expert_shards,
+        ends=Ends(
+            vocab=ceil_div(a.vocab, multiple) * multiple,
+            embedding_norm=sum(w.numel for w in tables if len(w.shape) == 1),
+            positions=positions,
+            tied=a.tied_embeddings and not job.option("untie_embeddings_and_output_weights"),
+        ),
+        rows=Rows(
+            batch=recipe.micro_batch,
+            sequence=recipe.sequence_length // p.cp,
+            micro_batches=recipe.accumulation,
+        ),
+        mesh=Mesh(
+            tp=p.tp,
+            sp=p.sequence_parallel & (p.tp > 1),
+            cp=p.cp,
+            pp=p.pp,
+            chunks=p.virtual_pp,
+            ep=p.ep,
+            etp=_expert_ranks(job),
+            shards=shards,
+            expert_shards=expert_shards,
+        ),
         element=4 if recipe.precision == "fp32" else 2,
     )
 
@@ -214,15 +248,18 @@ def check_parts(job: Job) -> None:
     """
     if any(job.option(name) not in (False, 0, "model") for name in STRUCTURAL):
         return
+    read = read_shape(job)
     plain = structs.replace(
-        read_shape(job), vocab=job.model.architecture.vocab, tp=1, ep=1, etp=1, shards=1
+        read,
+        ends=structs.replace(read.ends, vocab=job.model.architecture.vocab),
+        mesh=structs.replace(read.mesh, tp=1, ep=1, etp=1, shards=1),
     )
     dense, sparse = plain.count_kinds(0, plain.layers)
     total = dense * plain.dense_parameters(moe=False)
     if sparse:
         total += sparse * (plain.dense_parameters(moe=True) + plain.expert_parameters)
-    total += plain.table * (1 if plain.tied else 2) + plain.positions * plain.hidden
-    total += plain.norm * plain.hidden + plain.embedding_norm
+    total += plain.table * (1 if plain.ends.tied else 2) + plain.ends.positions * plain.hidden
+    total += plain.norm * plain.hidden + plain.ends.embedding_norm
     if total != job.model.parameters:
         raise MemoryUnknown(
             f"Megatron-LM's GPT of these sizes has {total} parameters, `{job.model.name}` has"

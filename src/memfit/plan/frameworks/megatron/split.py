@@ -23,11 +23,11 @@ SPLIT_KNOBS = (FIRST, LAST, EMBEDDING, LOSS)
 
 def deal_stages(job: Job, shape: Shape) -> list[Stage]:
     """The blocks of each stage, by Megatron's rules; raises InvalidRequest for a bad split."""
-    dealt = _deal(job.recipe.options, shape.layers, shape.pp, shape.chunks)
+    dealt = _deal(job.recipe.options, shape.layers, shape.mesh.pp, shape.mesh.chunks)
     if _blocks(dealt) != shape.layers:
         raise InvalidRequest(
-            f"{shape.layers} blocks of `{job.model.name}` do not divide among {shape.pp} stages of"
-            f" {shape.chunks} chunks",
+            f"{shape.layers} blocks of `{job.model.name}` do not divide among {shape.mesh.pp}"
+            f" stages of {shape.mesh.chunks} chunks",
             hint="`options.decoder_first_pipeline_num_layers` makes the first stage another size",
         )
     return _name(dealt)

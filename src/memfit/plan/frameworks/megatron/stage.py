@@ -175,19 +175,19 @@ def count_parameters(shape: Shape, blocks: Blocks, count: Count) -> tuple[Number
     if blocks.sparse is not None:
         dense += count.sparse * blocks.sparse.parameters
         expert = count.sparse * blocks.sparse.experts
-    ends = shape.table + shape.positions * shape.hidden + shape.embedding_norm
+    ends = shape.table + shape.ends.positions * shape.hidden + shape.ends.embedding_norm
     dense += where(count.first, ends, 0)
     if count.last:
         dense += shape.norm * shape.hidden
         # a tied head is the embedding on one stage, a copy with states of its own on two
-        dense += where(count.first, 0, shape.table) if shape.tied else shape.table
+        dense += where(count.first, 0, shape.table) if shape.ends.tied else shape.table
     return dense, expert
 
 
 def _count_linears(shape: Shape, count: Count) -> Number:
     """Parameters of a stage's linears, on one rank of a dense model."""
-    wide = 2 * (shape.query + shape.keys) + (shape.widen + 1) * shape.ffn
-    return (count.plain + count.sparse) * wide * shape.hidden // shape.tp
+    wide = 2 * (shape.attention.query + shape.attention.keys) + (shape.widen + 1) * shape.ffn
+    return (count.plain + count.sparse) * wide * shape.hidden // shape.mesh.tp
 
 
 def hold_states(shape: Shape, settings: Settings, blocks: Blocks, count: Count) -> Held:
@@ -196,8 +196,8 @@ def hold_states(shape: Shape, settings: Settings, blocks: Blocks, count: Count) 
     if settings.block.adapters is not None:
         return _hold_adapted(shape, settings, settings.block.adapters, count, dense)
     both = dense + expert
-    cut = dense // shape.shards + expert // shape.expert_shards
-    among = say(" among {} ranks", shape.shards).removesuffix(" among 1 ranks")
+    cut = dense // shape.mesh.shards + expert // shape.mesh.expert_shards
+    among = say(" among {} ranks", shape.mesh.shards).removesuffix(" among 1 ranks")
     more, copies = 0, ""
     if settings.weight != shape.element:
         more = (settings.weight - shape.element) * _count_linears(shape, count)
@@ -238,8 +238,8 @@ def _hold_adapted(
         ),
         (Kind.GRADIENTS, "adapters"): (settings.main_gradient * trained, "main gradients"),
         (Kind.OPTIMIZER_STATE, "adapters"): (
-            settings.state * trained // shape.shards,
-            say("{} B a parameter among {} ranks", settings.state, shape.shards),
+            settings.state * trained // shape.mesh.shards,
+            say("{} B a parameter among {} ranks", settings.state, shape.mesh.shards),
         ),
     }  # fmt: skip
 
@@ -266,41 +266,53 @@ def hold_fixed(shape: Shape, settings: Settings, blocks: Blocks, count: Count) -
             "Transformer Engine keeps one empty gradient for each shape of weight",
         )
     elif not block.engine and block.attention == "eager":
-        scores = e * shape.heads * shape.tokens * shape.sequence * shape.cp // shape.tp
+        scores = (
+            e
+            * shape.attention.heads
+            * shape.tokens
+            * shape.rows.sequence
+            * shape.mesh.cp
+            // shape.mesh.tp
+        )
         held[Kind.WORKSPACE, "scores"] = (scores, "a buffer of the local attention's scores")
     if count.last:
         held[Kind.ALL_GATHER, "head"] = (
-            where(shape.sp, e * shape.tokens * shape.hidden, 0),
+            where(shape.mesh.sp, e * shape.tokens * shape.hidden, 0),
             "the head gathers its input into a buffer that stays",
         )
     tokens = shape.tokens * (3 * 8 + 4)
     if settings.mask:
-        tokens += where(count.first | count.last, shape.tokens * shape.sequence * shape.cp, 0)
+        tokens += where(
+            count.first | count.last, shape.tokens * shape.rows.sequence * shape.mesh.cp, 0
+        )
     held[Kind.INPUT, "batch"] = (tokens, "tokens, labels, loss mask, positions, attention mask")
     return held
 
 
 def _placeholders(shape: Shape, *, plain: bool, sparse: bool) -> Number:
     """Elements of the distinct shapes of weights of these kinds of blocks' linears."""
-    h, tp = shape.hidden, shape.tp
+    h, tp = shape.hidden, shape.mesh.tp
     seen: list[tuple[Number, Number]] = []
-    if shape.latent.kv_rank:
-        m = shape.latent
+    if shape.attention.latent.kv_rank:
+        m = shape.attention.latent
         head = m.unrotated + m.rotated
         seen += [
             (m.kv_rank + m.rotated, h),
-            (shape.heads * (m.unrotated + m.value) // tp, m.kv_rank),
-            (h, shape.heads * m.value // tp),
+            (shape.attention.heads * (m.unrotated + m.value) // tp, m.kv_rank),
+            (h, shape.attention.heads * m.value // tp),
         ]
         if m.query_rank:
-            seen += [(m.query_rank, h), (shape.heads * head // tp, m.query_rank)]
+            seen += [(m.query_rank, h), (shape.attention.heads * head // tp, m.query_rank)]
         else:
-            seen.append((shape.heads * head // tp, h))
+            seen.append((shape.attention.heads * head // tp, h))
     else:
-        seen += [((shape.query + 2 * shape.keys) // tp, h), (h, shape.query // tp)]
+        seen += [
+            ((shape.attention.query + 2 * shape.attention.keys) // tp, h),
+            (h, shape.attention.query // tp),
+        ]
     widths = [(shape.ffn, tp)] if plain else []
     if sparse:
-        widths += [(shape.experts.ffn, shape.etp)]
+        widths += [(shape.experts.ffn, shape.mesh.etp)]
         widths += [(shape.experts.shared_ffn, tp)] if shape.experts.shared_ffn else []
     for width, ranks in widths:
         seen += [(shape.widen * width // ranks, h), (h, width // ranks)]
@@ -331,8 +343,8 @@ def peak_of(phases: Mapping[Phase, Instant]) -> Number:
 def find_flights(shape: Shape, settings: Settings, stage: Stage) -> tuple[Number, ...]:
     """Micro-batches in flight of each chunk of a stage."""
     return count_in_flight(
-        stage.index, stages=shape.pp, chunks=shape.chunks, micro_batches=shape.micro_batches,
-        group=settings.group,
+        stage.index, stages=shape.mesh.pp, chunks=shape.mesh.chunks,
+        micro_batches=shape.rows.micro_batches, group=settings.group,
     )  # fmt: skip
 
 
@@ -361,7 +373,9 @@ def describe_instants(
     extra: Number = 0  # of adapters: a few megabytes
     if settings.step_extra and settings.block.adapters is None:
         dense, expert = count_parameters(shape, blocks, count)
-        extra = settings.step_extra * (dense // shape.shards + expert // shape.expert_shards)
+        extra = settings.step_extra * (
+            dense // shape.mesh.shards + expert // shape.mesh.expert_shards
+        )
     phases[Phase.OPTIMIZER_STEP] = {
         **fixed, (Kind.TEMPORARY, "optimizer"): (extra, "fp32 copies of 16-bit gradients")
     }  # fmt: skip
@@ -387,7 +401,7 @@ def add_backward(shape: Shape, blocks: Blocks, count: Count) -> Held:
 
 def add_loss(shape: Shape, settings: Settings) -> Held:
     """Logits of one micro-batch at the loss's worst instant, of this rank's rows of the table."""
-    logits = shape.tokens * shape.vocab // shape.tp
+    logits = shape.tokens * shape.ends.vocab // shape.mesh.tp
     e = shape.element
     if settings.loss == "te":
         weight = e * shape.table
