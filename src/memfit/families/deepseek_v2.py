@@ -38,7 +38,7 @@ _GROUPED = "group_limited_greedy"
 
 @final
 class DeepseekV2(Family):
-    """Latent attention; experts chosen by softmax scores, of the best groups, and a shared one."""
+    """Latent attention; softmax scores choose experts within the best groups; one is shared."""
 
     name = "deepseek_v2"
     lora_targets = ("q_b_proj", "kv_b_proj")
@@ -50,7 +50,7 @@ class DeepseekV2(Family):
         refuse(config, "norm_topk_prob", (False, None))
         refuse(config, "topk_method", ("greedy", _GROUPED))
         grouped = config.get("topk_method") == _GROUPED
-        if not grouped:  # the class reads no groups then
+        if not grouped:  # under `greedy`, Hugging Face's class ignores groups
             config = {**config, "n_group": None, "topk_group": None}
         experts = replace(read_groups(config, _DEFAULTS), normalised=False)
         a = latent_architecture(config, self.name, experts, _DEFAULTS)

@@ -29,7 +29,7 @@ class Node:
     def __init__(self, meter: Meter, rule: Rule, inputs: Sequence[Tensor | None]) -> None:
         self.sequence = meter.sequence
         meter.sequence += 1
-        self.copies = meter.copies  # its derivative stands for as many as itself
+        self.copies = meter.copies  # see `Meter.standing_for`: its derivative counts as often
         self.rule = rule
         self.edges = [None if t is None or not t.requires_grad else edge(t) for t in inputs]
         self.hooks: tuple[Callable[[], None], ...] = ()  # run before it, in their order
@@ -72,7 +72,7 @@ def edge(tensor: Tensor | None) -> tuple[Node, int] | None:
 def record(
     rule: Rule, inputs: Sequence[Tensor | None], saved: Sequence[Tensor | None] = ()
 ) -> Node | None:
-    """A node when some input wants a gradient, with what it saves; else None."""
+    """Return a node that holds `saved`, or None where no input wants a gradient."""
     for t in inputs:
         if t is not None and t.requires_grad:
             break
@@ -109,8 +109,8 @@ def backward(
     passing: Callable[[int], None] = lambda sequence: None,
     seed: Tensor | None = None,
 ) -> None:
-    """Run the graph of a scalar backwards, as `loss.backward()` does; or of what the gradient
-    `seed` is of.
+    """Run a graph backwards, as `loss.backward()` does; `seed` is the gradient of a `loss` that
+    is no scalar.
 
     `passing` is called with the sequence number of each node before it runs.
     """

@@ -57,7 +57,7 @@ def local_model(model: Model, parallel: Parallel, rank: int) -> Model:
 
 
 def _tensors(weight: Weight) -> Iterator[Weight]:
-    """What holds a weight: where it is quantised several tensors, each cut by itself."""
+    """Return the tensors that hold a weight: several where it is quantised, each sharded alone."""
     if not weight.coding:
         yield weight
         return

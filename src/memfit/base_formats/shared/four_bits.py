@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 BLOCK = 64  # weights that share one scale
 SCALES_BLOCK = 256  # scales that share one of their own, where they are quantised again
 TABLE = 256  # values of the 8-bit type that scales are quantised to
-FUSED_ROWS = 4  # with so few rows of an input a kernel unpacks weights as it multiplies
-# More rows with which it does so for every matrix of 4 million weights or more, by CUDA's compute
-# capability: the least of what bitsandbytes 0.50.2 chooses by shape (_gemm_4bit_use_custom_cuda).
+FUSED_ROWS = 4  # up to so many rows of an input, one kernel unpacks and multiplies
+# The same limit for matrices of 4 million weights or more, by CUDA's compute capability: the least
+# that bitsandbytes 0.50.2 has for any such shape (_gemm_4bit_use_custom_cuda).
 MOST_FUSED = {"7.5": 32, "8.0": 5, "8.6": 16, "8.9": 8, "9.0": 5, "12.0": 8, "12.1": 12}
 
 
@@ -89,7 +89,7 @@ class FourBits(BaseFormat):
     def quantise(self, dense: Tensor, held: Held) -> None:
         """See `BaseFormat.quantise`: bitsandbytes/functional.py, quantize_4bit.
 
-        Called by operator, as the functions around it remember a table of their first device.
+        This calls the operators, because the functions around them cache a table on one device.
         """
         import torch
 
@@ -111,8 +111,8 @@ class FourBits(BaseFormat):
     def dequantise(self, held: Held) -> Tensor:
         """See `BaseFormat.dequantise`.
 
-        Of one long row: on CPUs with AVX-512 bitsandbytes 0.50 takes blocks to begin anew with
-        each row, and returns wrong weights where `in` is no multiple of 64.
+        The matrix is passed as one long row: on CPUs with AVX-512, bitsandbytes 0.50 assumes that
+        a block begins with each row, and returns wrong weights where 64 does not divide `in`.
         """
         import torch
 
@@ -149,14 +149,14 @@ class FourBits(BaseFormat):
 
 
 def count_blocks(shape: tuple[int, ...]) -> int:
-    """Scales of a matrix."""
+    """Return how many scales a matrix has."""
     return -(-prod(shape) // BLOCK)
 
 
 def multiply_bytes(shape: tuple[int, ...], tokens: int, width: int, *, double: bool) -> int:
     """Return the bytes of `gemm_4bit` on CUDA: the dense weight; with `double` its scales twice.
 
-    Up to 1536 rows a fused kernel may need neither, as the device decides; 0 is returned there.
+    Return 0 where a fused kernel needs neither; up to 1536 rows that depends on the device.
     """
     if tokens <= FUSED_ROWS and shape[1] % BLOCK == 0:
         return 0

@@ -27,17 +27,20 @@ SETUP = {
 
 
 def accelerator(job: Job) -> str:
-    """The name of the device in clouds: ours without its form where no other is known."""
+    """Return the device's name in clouds, which is the first part of memfit's own by default."""
     return ACCELERATORS.get(job.recipe.device, job.recipe.device.upper().split("-")[0])
 
 
 def start_on(job: Job, rank: str, address: str) -> Trained:
-    """The trainer's files; rank, address: shell words for a machine's number and the first one."""
+    """Return the trainer's files.
+
+    rank, address: shell expressions for the machine's number and for the first machine's address.
+    """
     return find_trainer(job, Machines(rank, address))
 
 
 def setup(job: Job) -> str:
-    """What a fresh machine needs."""
+    """Return the commands that install what the framework needs on a fresh machine."""
     return SETUP[job.recipe.framework]
 
 

@@ -18,6 +18,7 @@ from memfit.meta.elementwise import (
     tanh,
     upstream,
 )
+from memfit.meta.meter import Meter
 from memfit.meta.pieces import expand
 from memfit.meta.products import multiply_batched
 from memfit.meta.tensor import Tensor, empty, workspace
@@ -172,6 +173,15 @@ def _count(query: Tensor, key: Tensor, value: Tensor, with_keys: int, with_value
     query.meter.flop += flop * query.meter.copies
 
 
+def _save_results(node: Node | None, meter: Meter, run: Callable[[], tuple[Tensor, ...]]) -> Tensor:
+    """The first result of a kernel, which saves all of them beside its inputs."""
+    out, *extra = must_save(meter, run)
+    attach(node, out)
+    if node is not None:
+        node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
+    return out
+
+
 def _flash(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Tensor:
     """One kernel: saves its inputs, its result and a row of log-sums for each head.
 
@@ -186,11 +196,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Te
         state = (empty(meter, (2,), "int64"), empty(meter, (), "int64")) if meter.cuda else ()
         return (*made, *state)
 
-    out, *extra = must_save(meter, run)
-    attach(node, out)
-    if node is not None:
-        node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
-    return out
+    return _save_results(node, meter, run)
 
 
 def _flash_backward(node: Node, grads: Incoming) -> Gradients:
@@ -221,11 +227,7 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -
         made = (by_token(query, value.shape[-1]), empty(meter, (batch, heads, padded), "float32"))
         return (*made, empty(meter, (), "int64"), empty(meter, (), "int64"))
 
-    out, *extra = must_save(meter, run)
-    attach(node, out)
-    if node is not None:
-        node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
-    return out
+    return _save_results(node, meter, run)
 
 
 def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
@@ -252,11 +254,7 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Te
         made = (like(query), empty(meter, (*query.shape[:3], 1), "float32"))
         return (*made, empty(meter, (), "int64"), empty(meter, (), "int64"))
 
-    out, *extra = must_save(meter, run)
-    attach(node, out)
-    if node is not None:
-        node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
-    return out
+    return _save_results(node, meter, run)
 
 
 def _cudnn_backward(node: Node, grads: Incoming) -> Gradients:

@@ -1,4 +1,4 @@
-"""NeMo Automodel: models of Hugging Face's sizes under FSDP2, experts dealt; its time alone.
+"""NeMo Automodel: FSDP2, with experts spread over ranks; only its time is predicted.
 
 Read from NVIDIA-NeMo/Automodel (docs/performance-summary.mdx, examples/llm_benchmark): weights in
 bf16, linears and attention of Transformer Engine or torch, experts by one of several kernels,

@@ -33,10 +33,10 @@ class Units(msgspec.Struct, frozen=True):
     """Bytes of the flat parameters, unsharded."""
 
     block: int
-    blocks: int  # all of them
+    blocks: int  # of all blocks together
     root: int
     root_trained: bool
-    head: int  # the head's gradient alone: it waits for the embedding's
+    head: int  # its gradient, which waits until the embedding's is there
 
     @property
     def trained(self) -> int:
@@ -189,7 +189,7 @@ def _root_end(units: Units, held: Held) -> Ledger:
 
 
 def _higher(ledger: Ledger, other: Ledger) -> Ledger:
-    """The ledger, its backward replaced where the other instant of it is higher."""
+    """Return the ledger, with the backward of `other` where that one has more bytes."""
     if other.total(Phase.BACKWARD) <= ledger.total(Phase.BACKWARD):
         return ledger
     rest = tuple(e for e in ledger.entries if e.phase is not Phase.BACKWARD)
