@@ -35,9 +35,9 @@ HEAD = """# Memory of attention, by kernel and length
 What one block of Llama-3.1-8B's shape keeps from its forward to its backward, in bf16, for one row
 of so many tokens: what the certificate says on a fake H100. Scores that are written out (`math`)
 grow with the square of the longest document; kernels that never write them grow with the row.
-*Packed* rows hold documents of 2,048 tokens: attention runs once a document, and joins what comes
-out; `varlen` is flash's kernel told where documents begin, and joins nothing. `efficient` knows no
-grouped heads, and keeps keys and values of all 32.
+*Packed* rows hold documents of 2,048 tokens. Attention then runs once for each document, and the
+results are joined; `varlen`, flash's kernel that takes the documents' offsets, runs once and joins
+nothing. `efficient` has no grouped heads: it keeps keys and values of all 32 heads.
 
 """
 
