@@ -34,7 +34,7 @@ from running import LATE, Put, copy_tree, import_libraries, run_tests
 
 RESULT = ROOT / "bench" / "results" / "mutation.json"
 EQUIVALENT = Path(__file__).parent / "equivalent.toml"
-FILES = 10  # of tests, to which a mutant is put
+NEAR, FILES = 30, 10  # files of tests: that are ranked, and to which a mutant is put
 
 
 def find_map(targets: list[str]) -> None:
@@ -102,13 +102,14 @@ def run(asked: argparse.Namespace) -> None:
         tree = copy_tree(Path(folder))
         os.environ["PYTHONPATH"] = str(tree / "src")
         costs = find_costs()
-        reaching = find_reaching({(m.file, m.block) for m in left}, costs)
+        reaching = find_reaching({(m.file, m.block) for m in left})
         for mutant in left:
             reached = reaching.get((mutant.file, mutant.block), [])
-            first = choose(mutant, reached, costs, asked.seconds)
+            near = find_near(mutant, NEAR)
+            first = choose(reached, costs, asked.seconds, near)
             files = dict.fromkeys(test.partition("::")[0] for test in first)
-            chosen = [*dict.fromkeys([*files, *find_near(mutant, FILES)])][:FILES]
-            first += [file for file in chosen if file == HOLDS_ALL]
+            chosen = [*dict.fromkeys([*near[:2], *files, *near])][:FILES]
+            first = [file for file in near if file == HOLDS_ALL] + first
             with Put(tree, mutant):
                 said = run_tests(tree, chosen, first, asked.seconds)
             rows = read_rows()  # another process may have written

@@ -58,13 +58,15 @@ def words_of_tests() -> dict[str, frozenset[str]]:
     }
 
 
-def score_names(path: Path) -> dict[str, float]:
-    """Of each file of tests: how much it names the module and what is defined in it, each name by
-    how few files have it."""
+def score_names(path: Path, mutant: Mutant) -> dict[str, float]:
+    """Of each file of tests: how much it names the module, what is defined in it, and what stands
+    beside the fault, each name by how few files have it."""
     tree = ast.parse(path.read_bytes())
     defined = (ast.FunctionDef, ast.ClassDef)
     found = {node.name for node in ast.walk(tree) if isinstance(node, defined)}
     names = {name for name in found if not name.startswith("_")} | {path.stem}
+    lines = path.read_text(encoding="utf-8").splitlines()[mutant.line - 2 : mutant.line + 1]
+    names |= {word for word in re.findall(r"\w{4,}", " ".join(lines)) if not word.isdigit()}
     scores: dict[str, float] = defaultdict(float)
     for name in names:
         files = [file for file, words in words_of_tests().items() if name in words]
@@ -86,7 +88,7 @@ def find_near(mutant: Mutant, most: int) -> list[str]:
                 distances[other] = distances[module] + 1
                 ahead.append(other)
     folder = Path("tests", *Path(mutant.file).parts[2:-1])
-    scores = score_names(path)
+    scores = score_names(path, mutant)
     own = (ROOT / "tests" / folder.parts[1]).rglob("test_*.py")
     known = {*distances, *scores, *(str(p.relative_to(ROOT)) for p in own)}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "mutation"))
 import choosing
 import mutants
+import naming
 from running import Put
 
 CODE = '''
@@ -69,15 +70,25 @@ def test_a_mutant_is_in_the_tree_meanwhile_alone(tmp_path):
     assert (file.read_text(), file.stat().st_mtime_ns) == (CODE, before)
 
 
-def test_tests_that_mirror_the_module_come_first_and_cost_no_more_than_they_may():
-    (mutant, *_) = found(CODE)
-    mutant = mutant._replace(file="src/memfit/plan/tape.py")
+def test_tests_of_near_files_come_first_and_cost_no_more_than_they_may():
     costs = {
         "tests/plan/test_tape.py::a": 2.0, "tests/plan/test_tape.py::b": 9.0,
         "tests/plan/test_time.py::a": 0.1, "tests/train/test_step.py::a": 0.1,
         "tests/train/test_step.py::b": 3.0,
     }  # fmt: skip
-    chosen = choosing.choose(mutant, list(costs), costs, 4.0)
+    chosen = choosing.choose(list(costs), costs, 4.0, ["tests/plan/test_tape.py"])
     assert chosen == [
         "tests/plan/test_tape.py::a", "tests/plan/test_time.py::a", "tests/train/test_step.py::a",
     ]  # fmt: skip
+
+
+def test_near_files_mirror_the_module_or_name_what_few_others_do():
+    fault = next(m for m in mutants.find_sites("src/memfit/train/rl/values.py"))
+    assert naming.find_near(fault, 1) == ["tests/train/rl/test_values.py"]
+    noise = next(m for m in mutants.find_sites("src/memfit/train/step/build.py")
+                 if m.before.startswith("add_noise("))  # fmt: skip
+    near = naming.find_near(noise, 3)
+    assert "tests/train/test_build.py" in near
+    assert "tests/train/habits/test_regularisation.py" in near
+    figures = next(m for m in mutants.find_sites("src/memfit/plan/step_time/work.py"))
+    assert naming.find_near(figures, 1) == [naming.HOLDS_ALL]

@@ -9,8 +9,10 @@ UPDATE_GOLDEN=1 pytest tests/plan/test_figures.py rewrites it: look at the rows 
 import json
 import os
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 import pytest
@@ -106,18 +108,18 @@ def sum_traffic(totals, recipe):
     return sum(t.nbytes * weigh(t.axis, t.collective) for t in describe_traffic(totals, recipe))
 
 
-@cache
-def covering_grid():
-    """Of the grid of bench/predict_grid.py as few as have every technique and family a device."""
-    rows = {f"{name} on {device.id}": (recipe, device)
-            for name, recipe, device in grid_recipes.grid(everywhere=False)}  # fmt: skip
+class Case(NamedTuple):
+    take: Callable[..., list]
+    args: tuple
+    axes: frozenset | None = None  # None: always; of others as few are kept as have all values
 
-    def axes(recipe, device):
+
+def grid():
+    """Of bench/predict_grid.py: every technique and family on a device."""
+    for name, recipe, device in grid_recipes.grid(everywhere=False):
         words = {*predict_grid.techniques(recipe), recipe.model.config["model_type"]}
-        return frozenset((device.id, word) for word in words)
-
-    kept = choose({name: axes(*row) for name, row in rows.items()})
-    return {name: rows[name] for name in sorted(kept)}
+        axes = frozenset((device.id, word) for word in words)
+        yield f"{name} on {device.id}", Case(take_own, (recipe, device), axes)
 
 
 def cells():
@@ -126,7 +128,7 @@ def cells():
     device = find_device("h100-sxm")
     for technique, axis in mesh_cells.CELLS:
         recipe = mesh_cells.make_cell(technique, axis)
-        yield mesh_cells.name_cell(technique, axis), (place(recipe, device), device)
+        yield mesh_cells.name_cell(technique, axis), on(recipe, device)
     for name, parallel in CUT_TWICE.items():
         for technique in ("LoRA", "AdamW in 8 bits"):
             base = mesh_cells.make_cell(technique, "FSDP2")
@@ -135,62 +137,63 @@ def cells():
                 base, model=replace(base.model, config=config), accumulation=4,
                 parallel=mesh_cells.Parallel(**parallel),
             )  # fmt: skip
-            yield f"{technique}, {name}", (place(recipe, device), device)
+            yield f"{technique}, {name}", on(recipe, device)
 
     # a head of its own beside positions that are learned: units of a token's and of the root's
     config = CONFIGS["gpt2"] | {"tie_word_embeddings": False, "vocab_size": 257, "n_embd": 20,
                                 "n_positions": 33, "n_head": 4}  # fmt: skip
     recipe = make_recipe(config=config, parallel=AXES["FSDP2"], sequence_length=33)
-    yield "a head of its own, FSDP2", (place(recipe, device), device)
+    yield "a head of its own, FSDP2", on(recipe, device)
 
 
 def iterations():
-    """Some iterations of reinforcement learning, on a GPU."""
-    device = find_device("h100-sxm")
-    kept = choose({name: frozenset(find_axes(c, "")) for name, c in sampled.CASES.items()})
-    for name in sorted(kept):
-        yield name, (place(sampled.make_short(name), device), device)
+    """Iterations of reinforcement learning, on a GPU."""
+    for name, setting in sampled.CASES.items():
+        axes = frozenset(find_axes(setting, ""))
+        yield name, on(sampled.make_short(name), find_device("h100-sxm"), axes)
 
 
-def place(recipe, device):
-    own = () if recipe.attention == "math" else {"attention": "flash"}
-    return replace(recipe, device=device.id, **dict(own))
+def on(recipe, device, axes=None):
+    kernel = "math" if recipe.attention == "math" else "flash"
+    return Case(take_own, (replace(recipe, device=device.id, attention=kernel), device), axes)
 
 
 def published(framework):
-    """One row of each recipe; of those that are played on a tape, as few as have all values."""
+    """One row of each recipe."""
     rows = {row.recipe.digest: row for row in ROWS if row.recipe.framework == framework}
-    if framework in PLAYED:
-        axes = {name: frozenset(find_axes(row.recipe, "")) for name, row in rows.items()}
-        rows = {name: rows[name] for name in sorted(choose(axes))}
-    return {row.id: take_published(row) for row in rows.values()}
-
-
-def own(cases):
-    return {name: take_own(*case) for name, case in cases}
+    for row in rows.values():
+        axes = frozenset(find_axes(row.recipe, "")) if framework in PLAYED else None
+        yield row.id, Case(take_published, (row,), axes)
 
 
 GROUPS = {
-    **{f"published {name}": lambda name=name: published(name) for name in FRAMEWORKS},
-    "grid": lambda: own(covering_grid().items()),
-    "mesh": lambda: own(cells()),
-    "sampled": lambda: own(iterations()),
+    **{f"published {name}": partial(published, name) for name in FRAMEWORKS},
+    "grid": grid,
+    "mesh": cells,
+    "sampled": iterations,
 }
+
+
+def choose_anew(cases):
+    axes = {name: case.axes for name, case in cases.items() if case.axes is not None}
+    return [name for name in cases if name not in axes] + sorted(choose(axes))
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_figure_moves_unnoticed(group):
-    found = GROUPS[group]()
+    cases = dict(GROUPS[group]())
     kept = json.loads(FIGURES.read_text("utf-8")) if FIGURES.exists() else {}
     if os.environ.get("UPDATE_GOLDEN"):
-        write(kept | {group: found})
+        chosen = choose_anew(cases)
+        write(kept | {group: {name: cases[name].take(*cases[name].args) for name in chosen}})
         return
-    assert found.keys() == kept[group].keys()
-    moved = {
-        name: (kept[group][name], figures)
-        for name, figures in found.items()
-        if not same(kept[group][name], figures)
-    }
+    gone = kept[group].keys() - cases.keys()
+    assert not gone, "UPDATE_GOLDEN=1 chooses other cases"
+    moved = {}
+    for name, figures in kept[group].items():
+        found = cases[name].take(*cases[name].args)
+        if not same(figures, found):
+            moved[name] = figures, found
     assert not moved
 
 

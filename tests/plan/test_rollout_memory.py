@@ -60,6 +60,12 @@ CASES = {
     "llama, many prompts at once": (
         "llama", ("grpo", {}, Policy(), {"rows": 0, "max_completion_length": 5})
     ),
+    # what the prompts' keys are picked into holds more than their logits
+    "llama, many answers to a long prompt": (
+        "llama", ("grpo", {"micro_batch": 16}, Policy(),
+                  {"num_generations": 16, "max_prompt_length": 60, "max_completion_length": 2,
+                   "rows": 16})
+    ),
     "llama, within its positions": (
         "llama", ("rloo", ADAPTED, KL, {"max_prompt_length": 40, "max_completion_length": 9})
     ),

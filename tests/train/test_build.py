@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from memfit.adapters import find_adapter
 from memfit.certify.tracing.runs import DEPTH_KEYS
@@ -35,6 +36,24 @@ def census(model):
         n: (tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
         for n, p in model.named_parameters()
     }
+
+
+def test_a_module_with_weights_is_made_once_and_its_buffers_are_hugging_faces(monkeypatch):
+    """A second one, for its buffers alone, would hold its weights beside the model's."""
+    made, plain = [], GPTJAttention.__init__
+
+    def count(self, *args, **kwargs):
+        made.append(self)
+        plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPTJAttention, "__init__", count)
+    model = build_model(make_recipe("gptj"), "cpu")
+    assert len(made) == CONFIGS["gptj"]["n_layer"]
+    wanted = dict(hugging_face("gptj").named_buffers())
+    found = dict(model.named_buffers())
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("precision", "base_format"), PRECISIONS)

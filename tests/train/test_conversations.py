@@ -119,6 +119,21 @@ def test_a_template_that_marks_another_number_of_answers_is_refused(with_templat
         read([{"messages": TALK}], with_template(once))
 
 
+WITH_A_NAME = PLAIN.replace("{{ m.role }}", "{{ m.role }}{{ m.name or '' }}")
+
+
+def test_a_prompt_of_messages_with_further_keys_is_what_transformers_renders(with_template):
+    assert WITH_A_NAME != PLAIN
+    tokenizer = with_template(WITH_A_NAME)
+    named = [{**TALK[1], "name": " Ada"}]
+    for messages in (TALK[:2], named):
+        whole = tokenizer.wrapped.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        assert tokenizer.ask(messages) == whole
+    assert " Ada" in tokenizer.ask(named)
+
+
 SAME = {
     "messages": {"messages": ONE},
     "sharegpt": {

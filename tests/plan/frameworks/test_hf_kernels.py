@@ -59,6 +59,26 @@ def test_a_micro_batch_holds_what_liger_s_own_code_holds(case: dict[str, Any]) -
     assert mine == pytest.approx(case["rise"], abs=1024 if case.get("lora") else SCALARS)
 
 
+def play_cut_loss(rows: int, tokens: int) -> list[int]:
+    """Bytes that the loss without logits takes and gives back, in turn."""
+    meter = Meter(cuda=True)
+    count = rows * (tokens - 1)
+    hidden = meta.parameter(meter, (count, 16), "bfloat16", trainable=True)
+    head = meta.parameter(meter, (40, 16), "bfloat16", trainable=True)
+    labels = meta.parameter(meter, (rows, tokens), "int64", trainable=False)
+    start = len(meter.events)
+    meta.backward(cut_loss(hidden, head, labels))
+    sizes = meter.requested
+    return [sizes[e] if e >= 0 else -sizes[~e] for e in meter.events[start:]]
+
+
+def test_the_first_token_of_each_row_has_no_loss() -> None:
+    """64 rows of 3 tokens learn what a row of 129 does; its log-sum-exps are 128 fp32 numbers."""
+    many = play_cut_loss(64, 3)
+    assert many == play_cut_loss(1, 129)
+    assert many[:2] == [128, 128 * 2 * 8]  # which labels count, and where they are
+
+
 @pytest.mark.parametrize("case", MEASURED["losses"], ids=str)
 def test_a_loss_adds_what_its_own_code_adds(case: dict[str, Any]) -> None:
     meter = Meter(cuda=True)

@@ -116,6 +116,18 @@ def test_small_messages_take_the_latency_of_the_best_algorithm():
     )
 
 
+def test_what_machines_reach_together_says_nothing_of_one():
+    """A bus bandwidth that was measured over machines is not that of a group within one."""
+    links = Links(inside=300e9, outside=25e9, per_machine=8)
+    slow = links._replace(gather_bus=1e9, scatter_bus=1e9, reduce_bus=1e9, bus_bytes=256e6)
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        alone = collective_seconds(kind, 1e9, Group(8, 8), links)
+        assert collective_seconds(kind, 1e9, Group(8, 8), slow) == alone
+        factor = bus_factor(kind, 16)
+        over = collective_seconds(kind, 256e6, Group(16, 8), slow)
+        assert over == pytest.approx(256e6 * factor / 1e9, rel=1e-9)
+
+
 def test_one_rank_takes_no_time_and_no_bytes_only_latency():
     links = Links(inside=1e11, outside=1e10, in_switch=7e10)
     for kind in KINDS:
