@@ -109,7 +109,8 @@ def run(asked: argparse.Namespace) -> None:
             first = choose(reached, costs, asked.seconds, near)
             files = dict.fromkeys(test.partition("::")[0] for test in first)
             chosen = [*dict.fromkeys([*near[:2], *files, *near])][:FILES]
-            first = [file for file in near if file == HOLDS_ALL] + first
+            first = asked.first + [file for file in near if file == HOLDS_ALL] + first
+            chosen = [*dict.fromkeys([*(t.partition("::")[0] for t in asked.first), *chosen])]
             with Put(tree, mutant):
                 said = run_tests(tree, chosen, first, asked.seconds)
             rows = read_rows()  # another process may have written
@@ -170,6 +171,7 @@ def main() -> None:
     running.add_argument("--seconds", type=float, default=30, help="CPU seconds of tests, of each")
     running.add_argument("--again", action="store_true", help="survivors alone")
     running.add_argument("--only", default="", help="part of a file's name")
+    running.add_argument("--first", nargs="*", default=[], help="tests and files before all others")
     verbs.add_parser("check", help="run what killed without a mutant")
     verbs.add_parser("read", help="the sums, and what survived")
     asked = parser.parse_args()

@@ -102,6 +102,7 @@ def test_the_log_has_what_a_policy_is_watched_by(whole):
     }  # fmt: skip
     assert all(figures <= set(row) for row in rows)
     assert all(row["seconds"] > row["rollout_seconds"] + row["update_seconds"] for row in rows)
+    assert all(0 < row["entropy"] <= math.log(CONFIG["vocab_size"]) for row in rows)
     first = rows[0]
     by_function = first["rewards"]
     assert first["reward"] == pytest.approx(by_function[0] + 0.5 * by_function[1], abs=1e-5)

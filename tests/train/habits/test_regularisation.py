@@ -94,6 +94,18 @@ def test_the_noise_is_transformers_own(dtype):
         assert torch.equal(found[0], ours.weight[ids]) is not training
 
 
+@pytest.mark.parametrize("alpha", [0.0, 5.0])
+def test_a_recipes_noise_is_on_its_models_embedding_while_it_trains(alpha):
+    recipe = make_recipe("llama", regularisation=Regularisation(neftune_alpha=alpha))
+    model = build_model(recipe, "cpu")
+    fill_weights(model, recipe)
+    embedding, ids = model.get_input_embeddings(), torch.arange(8)[None]
+    far = (embedding(ids) - embedding.weight[ids]).abs().max().item()
+    # alpha over the square root of tokens and elements (Jain et al. 2310.05914)
+    assert far <= alpha / (8 * embedding.embedding_dim) ** 0.5
+    assert (far > 0) == (alpha > 0)
+
+
 @pytest.mark.parametrize("loss", [{}, {"loss": "chunked", "loss_chunk": 5}])
 def test_an_evaluation_is_the_cross_entropy_alone(loss):
     terms = Regularisation(label_smoothing=0.3, z_loss=0.1, neftune_alpha=5.0)
