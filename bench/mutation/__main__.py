@@ -9,8 +9,8 @@ them up, and `check` runs all tests that killed something without a mutant: what
 nothing.
 
 A mutant is put to some of the tests that could notice it: the share of killed ones is a lower
-bound. Survivors whose program does what the original does are named in equivalent.toml, with the
-reason.
+bound. Survivors are judged in judged.toml: those whose program does what the original does, and
+those that are open.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from naming import HOLDS_ALL, find_near
 from running import LATE, Put, copy_tree, import_libraries, run_tests
 
 RESULT = ROOT / "bench" / "results" / "mutation.json"
-EQUIVALENT = Path(__file__).parent / "equivalent.toml"
+JUDGED = Path(__file__).parent / "judged.toml"
 NEAR, FILES = 30, 10  # files of tests: that are ranked, and to which a mutant is put
 
 
@@ -63,7 +63,8 @@ def write_rows(rows: dict[str, dict[str, Any]]) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
-    kept = {"commit": commit, "mutants": [rows[name] for name in sorted(rows)]}
+    kept = {"commit": commit, "counts": count(rows), "survivors": judge(rows),
+            "mutants": [rows[name] for name in sorted(rows)]}  # fmt: skip
     unfinished = RESULT.with_suffix(".partial")
     unfinished.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(RESULT)
@@ -83,9 +84,35 @@ def find_survivors(rows: dict[str, dict[str, Any]]) -> list[Mutant]:
     return [m for file in files for m in find_sites(file) if m.name in names]
 
 
-def read_reasons() -> dict[str, str]:
-    """Why a mutant is equivalent, by name."""
-    return tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))
+def read_reasons(judgement: str = "equivalent") -> dict[str, str]:
+    """What was found of mutants that survived, by name: why one is equivalent, or is open."""
+    found: dict[str, str] = tomllib.loads(JUDGED.read_text(encoding="utf-8"))[judgement]
+    return found
+
+
+def judge(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Of each survivor: equivalent or open, and why."""
+    left = {name for name, row in rows.items() if not row["by"]}
+    judged = {name: "not judged yet" for name in sorted(left)}
+    for word in ("equivalent", "open"):
+        judged |= {n: f"{word}: {why}" for n, why in read_reasons(word).items() if n in left}
+    return judged
+
+
+def count(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By group, kind and seed, and of all: how many were killed, survived and are equivalent, and
+    the share of killed ones among those that are not."""
+    reasons, counts = read_reasons(), dict[str, Counter[str]]()
+    for name, row in rows.items():
+        outcome = "killed" if row["by"] else "equivalent" if name in reasons else "survived"
+        for key in (row["group"], row["kind"], f"seed {row['seed']}", "all"):
+            counts.setdefault(key, Counter())[outcome] += 1
+    found: dict[str, dict[str, float]] = {}
+    for key, each in sorted(counts.items()):
+        share = each["killed"] / max(1, each["killed"] + each["survived"])
+        found[key] = {word: each[word] for word in ("killed", "survived", "equivalent")}
+        found[key]["share"] = round(share, 3)
+    return found
 
 
 def run(asked: argparse.Namespace) -> None:
@@ -140,22 +167,14 @@ def check() -> None:
 
 
 def read() -> None:
-    reasons, rows = read_reasons(), read_rows()
-    counts: dict[str, Counter[str]] = {}
-    for name, row in rows.items():
-        outcome = "killed" if row["by"] else "equivalent" if name in reasons else "survived"
-        for key in (row["group"], row["kind"], f"seed {row['seed']}", "all"):
-            counts.setdefault(key, Counter())[outcome] += 1
-        if outcome != "killed":
-            print(
-                f"{outcome}: {name} in {row['function'] or 'the module'}, put to {row['ran']} "
-                f"tests of {row['files']} files. {reasons.get(name, '')}"
-            )
-    for key, count in counts.items():
-        share = count["killed"] / max(1, count["killed"] + count["survived"])
+    rows = read_rows()
+    write_rows(rows)  # what was judged since they ran
+    for name, why in judge(rows).items():
+        print(f"{name} in {rows[name]['function'] or 'the module'}: {why}")
+    for key, found in count(rows).items():
         print(
-            f"{key:12} {count['killed']:4} killed {count['survived']:4} survived "
-            f"{count['equivalent']:4} equivalent  {share:.1%}"
+            f"{key:14} {found['killed']:4} killed {found['survived']:4} survived "
+            f"{found['equivalent']:4} equivalent  {found['share']:.1%}"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from test_exactness import VARIANTS as EXACT
 from tiny_steps import CONFIGS, CPU, FAMILIES, H100, LORA_TARGETS, make_recipe, possible
 from torch import nn
@@ -24,7 +25,7 @@ from memfit.certify.tracing.trace_step import trace_generation, trace_step
 from memfit.core.errors import NotCertified
 from memfit.records.hardware import Device
 from memfit.records.ledger import Phase
-from memfit.records.recipe import Freeze, Lora, Recipe
+from memfit.records.recipe import Freeze, Lora, Parallel, Recipe
 from memfit.train.measure.storages import Block
 
 LAYERS = 11
@@ -366,3 +367,21 @@ def test_an_order_says_whether_every_block_is_traced(monkeypatch: pytest.MonkeyP
     with certification.with_full_traces():
         certification.certify_all([order])
     assert seen == [False, True]
+
+
+@pytest.mark.parametrize(("pp", "stages"), [(1, False), (2, True)])
+def test_an_order_of_one_stage_is_no_order_of_stages(
+    monkeypatch: pytest.MonkeyPatch, pp: int, stages: bool
+) -> None:
+    """Else its tape would not be written: a certificate of stages writes none."""
+    seen: list[bool] = []
+
+    def run(orders: Any) -> list[Any]:
+        seen.extend(order.stages for order in orders)
+        return [NotCertified("not now", hint="")] * len(orders)
+
+    monkeypatch.setattr(certification, "_run", run)
+    recipe = replace(deep("llama"), parallel=Parallel(pp=pp), accumulation=2)
+    with pytest.raises(NotCertified):
+        certification.certify(recipe, CPU, None, stages=True)
+    assert seen == [stages]
