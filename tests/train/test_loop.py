@@ -39,7 +39,14 @@ from memfit.train.data.prepare import build_samplers, find_bounds, find_lengths,
 from memfit.train.measure.counters import Meter, measure, run_step, to_batch
 from memfit.train.model.weights import fill_weights
 from memfit.train.run.loop import Cadence, train
-from memfit.train.run.progress import Facts, Moment, Plain, live_lines, open_progress
+from memfit.train.run.progress import (
+    Facts,
+    Moment,
+    Plain,
+    live_lines,
+    open_progress,
+    remaining,
+)
 from memfit.train.step.build import Built, build_model, build_optimizer
 from memfit.train.step.schedule import learning_rate
 from memfit.train.step.step import evaluate
@@ -498,6 +505,20 @@ def test_progress_on_a_pipe_is_a_few_plain_lines(steps):
     assert lines[0].startswith(f"step 1/{steps}  loss 5.1235")
     assert lines[-1].endswith("done")
     assert "\x1b" not in stream.getvalue()
+
+
+def test_what_is_left_of_a_run_is_read_off_its_last_twenty_steps():
+    stream = io.StringIO()
+    progress = open_progress(stream)
+    facts = Facts(steps=1000, done=0, predicted_step_seconds=None, certified_peak=None)
+    progress.begin(facts)
+    times = [3.0] * 40 + [1.0] * 10  # the median of the last 20 is 2, of the last 21 it is 3
+    for step, seconds in enumerate(times, start=1):
+        progress.show(MOMENT._replace(step=step, seconds=seconds))
+    last = stream.getvalue().splitlines()[-1]
+    moment = MOMENT._replace(step=50, seconds=1.0)
+    assert last.endswith(remaining(facts, moment, [2.0]))
+    assert not last.endswith(remaining(facts, moment, [3.0]))
 
 
 def test_progress_on_a_terminal_redraws_two_lines(monkeypatch):
