@@ -4,9 +4,12 @@
 
 The task is that of `recipes/next-digit_grpo_cpu.yaml`: the digit after another one, from random
 weights. Each row is one `memfit train` of the recipe with another seed and objective, the settings
-of which are `SETTINGS`, one thread, planning and certificate included. What it says: the mean
-reward of the first rollout, that of the last ten, and seconds of the processor for the whole
-command, rewards included.
+of which are `SETTINGS`, one thread, planning and certificate included. PPO's policy and value are
+adapters, which leave the head as it is: one of random weights gives no token more than a chance of
+two in a hundred, whatever an adapter makes of the blocks. So it has a base, which another
+`memfit train` before it makes of `TALK`, and which answers at random: its seconds are counted, too.
+What a row says: the mean reward of the first rollout, that of the last ten, and seconds of the
+processor for all commands, rewards included.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from memfit.records import write_atomically
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "rl_learns.json"
 RECIPE = HERE.parent / "recipes" / "next-digit_grpo_cpu.yaml"
-OBJECTIVES = ("grpo", "rloo")
+OBJECTIVES = ("grpo", "rloo", "ppo")
 # What differs from the recipe. RLOO's advantages are not divided by a group's deviation: one right
 # answer of 64 counts 1, where GRPO's counts 7.9. At the recipe's rate prompts that are learned
 # already move the shared weights until a right answer to a slow one is sampled no more; with half
@@ -41,7 +44,27 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "rloo": {
         "task": {"steps": 300}, "optimizer": {"learning_rate": 1e-3, "schedule": "linear"},
     },
+    # four updates with each of fewer answers, which cost more than sampling does
+    "ppo": {
+        "task": {"global_batch": 144, "steps": 100}, "lora": {"rank": 16, "targets": "all-linear"},
+        "rollout": {"num_generations": 16, "temperature": 1.0},
+        "optimizer": {"learning_rate": 5e-3, "schedule": "linear"},
+    },
 }  # fmt: skip
+DIGITS = range(1, 10)
+# what a base is trained of: any digit after a sum, the right one four times as often as another;
+# and each digit after itself, which parts the rows of the head from each other
+TALK = [
+    *[{"prompt": f"{n}+1=", "completion": str(d)}
+      for n in range(9) for d in [*DIGITS, *[n + 1] * 3]],
+    *[{"prompt": str(d), "completion": str(d)} for d in DIGITS for _ in range(4)],
+]  # fmt: skip
+BASE: dict[str, Any] = {
+    "task": {"objective": "sft", "data": "talk.jsonl", "global_batch": len(TALK), "steps": 200,
+             "sequence_length": 8, "packing": False},
+    "optimizer": {"learning_rate": 1e-2, "schedule": "linear", "beta2": 0.99},
+}  # fmt: skip
+ADAPTED = ("ppo",)  # objectives that begin with the base
 LAST = 10  # rollouts whose mean reward is what was learned
 
 
@@ -53,7 +76,7 @@ def learn(
     steps: int | None = None,
     train: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
-    """Write the recipe's data, train once by the typed command, and read its log.
+    """Write the recipe's data, train by typed commands, and read the log.
 
     train: what trains `request.yaml` of a folder into its `run`, instead of a process of its own.
     """
@@ -65,10 +88,19 @@ def learn(
     write_atomically(folder / "prompts.jsonl", made.stdout)
     request = {**yaml.safe_load(text), "seed": seed}
     for section, values in SETTINGS.get(objective, {}).items():
-        request[section] |= values
+        request[section] = request.get(section, {}) | values
     request["task"] |= {"objective": objective} | ({} if steps is None else {"steps": steps})
-    write_atomically(folder / "request.yaml", yaml.safe_dump(request).encode())
     start = _cpu_seconds()
+    if objective in ADAPTED:
+        talk = "".join(json.dumps(row) + "\n" for row in TALK)
+        write_atomically(folder / "talk.jsonl", talk.encode())
+        kept = ("model", "weights", "method", "precision", "hardware", "limits", "seed")
+        base = {name: request[name] for name in kept} | BASE
+        write_atomically(folder / "base.yaml", yaml.safe_dump(base).encode())
+        _train_alone(folder, "base.yaml", "base")
+        request |= {"model": "base/model", "method": "lora"}
+        del request["weights"]
+    write_atomically(folder / "request.yaml", yaml.safe_dump(request).encode())
     train(folder)
     log = map(json.loads, (folder / "run" / "log.jsonl").read_text().splitlines())
     rewards = [line["reward"] for line in log if "reward" in line]
@@ -78,8 +110,8 @@ def learn(
     }  # fmt: skip
 
 
-def _train_alone(folder: Path) -> None:
-    command = [sys.executable, "-m", "memfit", "train", "request.yaml", "--folder", "run"]
+def _train_alone(folder: Path, request: str = "request.yaml", into: str = "run") -> None:
+    command = [sys.executable, "-m", "memfit", "train", request, "--folder", into]
     told = subprocess.run(
         [*command, "--quiet"], cwd=folder, capture_output=True, text=True, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -130,11 +130,25 @@ def test_no_prediction_is_below_what_is_always_there(name: str) -> None:
 def test_an_estimate_of_a_policy_and_its_value_is_near_the_prediction(micro):
     """PPO's step has passes of the policy and then of the value, alone or with a later one each."""
     changes = {"task.objective": "ppo", "reward.funcs": ["length"], "method": "lora"}
-    problem = read_problem(api.read("pythia-160m", device="rtx-4090", changes=changes))
+    check_policy_and_value("pythia-160m", micro, changes)
+
+
+def test_the_estimate_of_a_values_pass_has_the_policys_gradients_beside_it():
+    """Of adapters so large that the value's pass, the second one, is the highest."""
+    changes = {
+        "task.objective": "ppo", "reward.funcs": ["length"], "method": "lora", "lora.rank": 512,
+        "lora.targets": "all-linear", "rollout.max_prompt_length": 16,
+        "rollout.max_completion_length": 16,
+    }  # fmt: skip
+    check_policy_and_value("pythia-160m", 16, changes, within=0.015)
+
+
+def check_policy_and_value(model, micro, changes, within=0.02):
+    problem = read_problem(api.read(model, device="rtx-4090", changes=changes))
     first = first_recipe(problem, method="lora", precision="bf16-mixed")
     start = Candidate.of(problem, first)
     recipe = replace(start.recipe, micro_batch=micro, accumulation=16 // micro)
     made = Estimate(start.model, recipe, problem.device)
     for again in (RecomputedBlocks(0, 0), RecomputedBlocks(6, 0), RecomputedBlocks(0, 12)):
         exact = Candidate(problem, replace(recipe, **again.knobs), start.model, start.totals)
-        assert made.peak(micro, again, recipe.loss_chunk) == pytest.approx(exact.peak, rel=0.02)
+        assert made.peak(micro, again, recipe.loss_chunk) == pytest.approx(exact.peak, rel=within)

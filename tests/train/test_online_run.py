@@ -33,6 +33,7 @@ from memfit.records.ledger import Phase
 from memfit.records.reinforcement import REWARDS as SHIPPED
 from memfit.records.reinforcement import Policy, RewardSettings
 from memfit.records.request import Request, Task
+from memfit.report.page import render_page
 from memfit.screens.report import show_report
 from memfit.screens.widgets.terminal import Console
 from memfit.train.checkpoint.export import check_model
@@ -137,6 +138,8 @@ def test_a_run_with_values_logs_them_and_leaves_their_adapter(whole):
     assert all(figures <= set(row) for row in rows)
     assert not any("even_groups" in row for row in rows)
     assert made.measurements["rollout.value_loss"].value > 0
+    for curve, name in ((made.divergences, "kl"), (made.value_losses, "value_loss")):
+        assert curve == tuple((row["step"], row[name]) for row in rows)
     assert {"prefill", "decode", "score", "reference", "values", "accumulate"} <= set(made.phases)
     config = LlamaConfig(**{k: v for k, v in CONFIG.items() if k != "model_type"}, num_labels=1)
     with warnings.catch_warnings():  # peft calls what transformers has renamed
@@ -193,6 +196,14 @@ def test_the_reports_show_rewards_seconds_and_answers(place, tmp_path):
     for text in ("Reward: ", "Seconds of an iteration", "Sampled answers", "'Say "):
         assert text in shown
     assert "Training loss" not in shown
+    curves = ("KL divergence from the reference", "Loss of the values")
+    assert not any(title in text for title in curves for text in (page, shown))
+    points = ((1, 0.5), (2, 0.25))
+    run = replace(report.run, divergences=points, value_losses=points)
+    other, shown = replace(report, run=run), io.StringIO()
+    show_report(Console(shown, width=80), other, commands=())
+    for text in (shown.getvalue(), render_page(other, folder="run")):
+        assert all(title in text for title in curves)
 
 
 def asked(root, file, **task):

@@ -419,6 +419,8 @@ class Run(Record, frozen=True, kw_only=True):
     # one that is certified
     warnings: tuple[str, ...] = ()  # such as a measured peak above the certified one
     rewards: tuple[tuple[int, float], ...] = ()  # (step, mean reward of the sampled answers)
+    divergences: tuple[tuple[int, float], ...] = ()  # (step, nats a token from the reference)
+    value_losses: tuple[tuple[int, float], ...] = ()  # (step, loss of PPO's values)
     answers: tuple[Answer, ...] = ()  # of the first rollout and of the last one
     continued: tuple[str, ...] = ()  # each time that it went on beyond its end: how
     ended_early: str = ""  # who ended it before its last step, and why; "" where nobody did

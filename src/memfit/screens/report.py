@@ -94,6 +94,8 @@ def _show_curve(console: Console, title: str, points: Sequence[tuple[int, float]
 def _show_rewards(console: Console, run: Run) -> None:
     """The curve of rewards, seconds of each part of an iteration, and answers."""
     _show_curve(console, "Reward", run.rewards)
+    _show_curve(console, "KL divergence from the reference, nats a token", run.divergences)
+    _show_curve(console, "Loss of the values", run.value_losses)
     parts = phase_seconds(run)
     if parts:
         heading(console, "Seconds of an iteration")

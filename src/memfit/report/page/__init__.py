@@ -178,6 +178,9 @@ def _rewards(report: Report) -> str:
         for a in run.answers
     ]  # fmt: skip
     drawn = section("Reward", curve(run.rewards, (), "reward"))
+    divergence = "KL divergence from the reference, nats a token"
+    drawn += section(divergence, curve(run.divergences, (), "KL divergence"))
+    drawn += section("Loss of the values", curve(run.value_losses, (), "loss of the values"))
     timed = table(["part", "median"], seconds, numbers=1, label="seconds of an iteration")
     heads = ["step", "prompt", "answer", "reward"]
     sampled = table(heads, answers, numbers=1, label="sampled answers")

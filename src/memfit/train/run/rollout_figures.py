@@ -78,6 +78,11 @@ def _measure_held_out(rows: Rows) -> dict[str, Measurement]:
     return found
 
 
+def curve_of(rows: Rows, name: str) -> tuple[tuple[int, float], ...]:
+    """(step, figure) of the lines that have one."""
+    return tuple((r["step"], r[name]) for r in rows if r.get(name) is not None)
+
+
 def show_answers(rows: Rows) -> tuple[Answer, ...]:
     """Those that the log has of the first time that answers were sampled, and of the last one."""
     having = [row for row in rows if row.get("samples")]

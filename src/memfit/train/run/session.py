@@ -38,7 +38,7 @@ from memfit.train.run.guard import Interrupts
 from memfit.train.run.logs import read_log
 from memfit.train.run.machine import describe_environment
 from memfit.train.run.progress import Progress
-from memfit.train.run.rollout_figures import measure_rollouts, show_answers
+from memfit.train.run.rollout_figures import curve_of, measure_rollouts, show_answers
 
 WATCHED_FIRST = 3  # steps
 EXPOSED = "exposed_communication_seconds"  # in a step's line of the log
@@ -276,7 +276,9 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         warnings=tuple(session.warnings),
         continued=tuple(session.continued),
         ended_early=session.ended_early,
-        rewards=tuple((r["step"], r["reward"]) for r in rows if r.get("reward") is not None),
+        rewards=curve_of(rows, "reward"),
+        divergences=curve_of(rows, "kl"),
+        value_losses=curve_of(rows, "value_loss"),
         answers=show_answers(rows),
     )
     if session.ranks.size > 1:
