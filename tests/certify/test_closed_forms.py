@@ -28,7 +28,8 @@ from memfit.records.recipe import Recipe
 RECIPES = [
     path
     for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
-    if path.stem != "demo-llama_lora_cpu" and "-grpo" not in path.stem  # traced as iterations
+    if path.stem != "demo-llama_lora_cpu"
+    and not any(name in path.stem for name in ("-grpo", "-ppo"))  # traced as iterations
 ]
 # An RTX 3090's recipes of the 20B model are an RTX 4090's for another card.
 CASES = [
