@@ -25,6 +25,11 @@ COMMON: dict[str, Any] = {"weights": "random", "task.steps": 10, "task.packing":
 FULL: dict[str, Any] = {"method": "full", "precision": "bf16-mixed"}
 LORA: dict[str, Any] = {"method": "lora", "precision": "bf16-mixed", "lora.rank": 16}
 
+REGULARISED: dict[str, Any] = {
+    "regularisation.label_smoothing": 0.1, "regularisation.z_loss": 1e-4,
+    "regularisation.neftune_alpha": 5.0,
+}  # fmt: skip
+
 # name -> model, libraries that it needs, what the request states; the planner decides the rest
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "1B full, bf16-mixed": ("llama-3.2-1b", (), {
@@ -68,14 +73,32 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         "optimizer.in_backward": True, "optimizer.clip_norm": 0, "micro_batch": 1,
         "task.global_batch": 1, "task.sequence_length": 4096,
     }),
+    "1B full, packed, one call for all documents": ("llama-3.2-1b", (), {
+        **FULL, "attention": "varlen", "task.packing": True, "micro_batch": 2,
+        "task.global_batch": 4, "task.sequence_length": 4096,
+    }),
+    "0.6B full, smoothed labels, z-loss, noise": ("qwen3-0.6b", (), {
+        **FULL, **REGULARISED, "loss": "plain", "micro_batch": 2, "task.global_batch": 4,
+        "task.sequence_length": 2048, "optimizer.layer_decay": 0.9,
+    }),
+    "1B DoRA, a higher rate of one matrix": ("llama-3.2-1b", (), {
+        "method": "dora", "precision": "bf16-mixed", "lora.rank": 16, "optimizer.lora_plus": 16,
+        "micro_batch": 2, "task.global_batch": 4, "task.sequence_length": 2048,
+    }),
+    "0.6B full, rounded to int8 in every product": ("qwen3-0.6b", (), {
+        **FULL, "qat": "int8", "micro_batch": 2, "task.global_batch": 4,
+        "task.sequence_length": 2048,
+    }),
 }  # fmt: skip
 SMALL: dict[str, Any] = {
     "micro_batch": 2, "task.global_batch": 4, "task.sequence_length": 64, "precision": "fp32",
     "loss": "plain", "attention": "flash",
 }  # fmt: skip
 TWINS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
-    "tiny LoRA, recomputed": (TINY, (), {**SMALL, "method": "lora", "recompute": "full"}),
-}
+    "tiny LoRA, recomputed, regularised": (TINY, (), {
+        **SMALL, **REGULARISED, "method": "lora", "recompute": "full", "optimizer.lora_plus": 16,
+    }),
+}  # fmt: skip
 
 
 def list_units(place: Place) -> list[Unit]:
