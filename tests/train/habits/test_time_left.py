@@ -79,7 +79,7 @@ def test_a_run_times_what_it_does_beside_its_steps(go, monkeypatch):
         return clock[0]
 
     monkeypatch.setattr(loop.time, "perf_counter", tick)
-    for name, seconds in (("_take_step", 1.0), ("_evaluate", 8.0), ("_save", 3.0)):
+    for name, seconds in (("_take_step", 1.0), ("evaluate_held_out", 8.0), ("_save", 3.0)):
         plain = getattr(loop, name)
 
         def slow(*arguments, plain=plain, seconds=seconds):
