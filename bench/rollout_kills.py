@@ -1,12 +1,14 @@
 """Runs that sample answers, killed ten times within each part of an iteration: the bits at the end.
 
-    python bench/rollout_kills.py [SEED]      writes bench/results/rollout_kills.json, prints it
+    python bench/rollout_kills.py [OBJECTIVE [SEED]]    writes bench/results/rollout_kills.json
 
-A tiny Llama with an adapter learns by GRPO on this CPU: groups of four answers in two waves of
-slots, a KL divergence, two updates with each rollout, a checkpoint every second iteration. For each
-part (rollout, reward, score, update, save) a run is killed by SIGKILL at random moments within that
-part, ten times, each time after the same command went on; then it goes on to its end. The claim:
-model, log and rewards are those of a run that nobody disturbed, bit by bit.
+A tiny Llama with adapters learns on this CPU: by GRPO, groups of four answers; by online DPO,
+pairs; by PPO, single answers and a value. Answers come in two waves of slots, there is a KL
+divergence, GRPO and PPO make two updates with each rollout, and every second iteration has a
+checkpoint. For each part (rollout, reward, score with reference, PPO's values, update, save) a run
+is killed by SIGKILL at random moments within that part, ten times, each time after the same command
+went on; then it goes on to its end. The claim: model, log and rewards are those of a run that
+nobody disturbed, bit by bit.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "train"), str(ROOT / "tests")]
 
-from killed_rollouts import STEPS  # noqa: E402
-from rollout_kills import PARTS, Runs, newest, start_runs  # noqa: E402
+from killed_rollouts import POLICIES, STEPS  # noqa: E402
+from rollout_kills import Runs, newest, parts_of, start_runs  # noqa: E402
 from test_online_run import weights_of, without_times  # noqa: E402
 from tiny_rollouts import write_data  # noqa: E402
 
@@ -65,23 +67,31 @@ def kill_within(runs: Runs, part: str, home: Path, chance: random.Random) -> dic
 
 def main() -> None:
     """See the module."""
-    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    objectives = sys.argv[1:2] or list(POLICIES)
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 7
+    for objective in objectives:
+        written = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        answer = written | {objective: kill_all(objective, seed)}
+        write_atomically(RESULTS, (json.dumps(answer, indent=1) + "\n").encode())
+
+
+def kill_all(objective: str, seed: int) -> dict[str, Any]:
+    """Ten kills in each part of an iteration of an objective."""
     chance = random.Random(seed)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        with start_runs(write_data(home / "data"), home / "cache") as runs:
+        with start_runs(write_data(home / "data"), home / "cache", objective) as runs:
             runs.whole(home / "whole")
-            for part in PARTS:
+            for part in parts_of(objective):
                 found[part] = kill_within(runs, part, home, chance)
-                print(part, json.dumps(found[part]), flush=True)
+                print(objective, part, json.dumps(found[part]), flush=True)
             usual = {part: round(median(seconds), 4) for part, seconds in runs.seconds.items()}
-    answer = {
+    return {
         "seed": seed, "torch": version("torch"), "steps": STEPS,
         "load_average": round(os.getloadavg()[0], 1), "median_seconds_of_a_part": usual,
         "parts": found,
     }  # fmt: skip
-    write_atomically(RESULTS, (json.dumps(answer, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Runs that sample answers in processes of their own, which say where they are and can be killed.
 
-Reads `folder data cache` from each line of its input and trains there in a forked process. Each
-part of an iteration writes its name to the process's output when it begins, and `.` when it ends,
+Its argument is the objective. It reads `folder data cache` from each line of its input and trains
+there in a forked process. Each part of an iteration writes its name to the process's output when it
+begins, and `.` when it ends,
 so that whoever reads knows when to kill it.
 """
 
@@ -23,11 +24,23 @@ from memfit.train.run import loop
 from memfit.train.step.build import build_model
 
 STEPS = 24
-# an iteration of each part that there is: KL, two updates with a rollout, answers in two waves
-CHANGES = {
-    **LORA, "steps": STEPS, "policy": Policy(beta=0.1, num_iterations=2),
-    "rollout": structs.replace(ROLLOUT, rows=8, max_completion_length=12), "sequence_length": 24,
-}  # fmt: skip
+POLICIES = {  # two updates with a rollout where an objective has them
+    "grpo": Policy(beta=0.1, num_iterations=2),
+    "online_dpo": Policy(loss_type="sigmoid", beta=0.1),
+    "ppo": Policy(beta=0.05, num_iterations=2),
+}
+GENERATIONS = {"grpo": 4, "online_dpo": 2, "ppo": 1}
+
+
+def changes_of(objective):
+    """An iteration of each part that there is: KL, answers in two waves."""
+    rollout = structs.replace(
+        ROLLOUT, rows=8, max_completion_length=12, num_generations=GENERATIONS[objective]
+    )
+    return {
+        **LORA, "steps": STEPS, "policy": POLICIES[objective], "rollout": rollout,
+        "sequence_length": 24,
+    }  # fmt: skip
 
 
 def say(text: str) -> None:
@@ -47,7 +60,7 @@ def telling(name, work):
     return told
 
 
-def tell_parts() -> None:
+def tell_parts(objective: str) -> None:
     """Make every part of an iteration say when it runs; the rehearsal's are not of a run."""
     begin = loop.take_iteration
 
@@ -55,6 +68,8 @@ def tell_parts() -> None:
         if loop.take_iteration is iterate:
             loop.take_iteration = begin
             learn._score = telling("score", learn._score)
+            if objective == "ppo":
+                learn._find_target = telling("values", learn._find_target)
             learn.step = telling("update", learn.step)
             Judges.judge = telling("reward", Judges.judge)
             rollout._sample_and_judge = telling_rollouts(rollout._sample_and_judge)
@@ -71,9 +86,10 @@ def telling_rollouts(work):
     return told
 
 
-def train(folder: Path, data: Path, cache: Path) -> None:
-    tell_parts()
-    run(recipe_of(data.parent, **CHANGES), data, folder, cache, save_every=2)
+def train(objective: str, folder: Path, data: Path, cache: Path) -> None:
+    tell_parts(objective)
+    recipe = recipe_of(data.parent, objective, **changes_of(objective))
+    run(recipe, data, folder, cache, save_every=2)
 
 
 def main() -> None:
@@ -84,7 +100,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             try:
-                train(*map(Path, line.split()))
+                train(sys.argv[1], *map(Path, line.split()))
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

@@ -13,7 +13,13 @@ from statistics import median
 
 HERE = Path(__file__).parent
 PARTS = ("rollout", "reward", "score", "update", "save")
+OF_VALUES = ("rollout", "reward", "score", "values", "update", "save")
 LATEST = 3  # of a part's beginnings after a start, at which one it is killed
+
+
+def parts_of(objective: str) -> tuple[str, ...]:
+    """The parts of an iteration of an objective; `score` is the reference's forward, too."""
+    return OF_VALUES if objective == "ppo" else PARTS
 
 
 class Runs:
@@ -29,7 +35,7 @@ class Runs:
         began = "", 0.0
         while True:
             line, now = self._read(), time.monotonic()
-            if line in PARTS:
+            if line in OF_VALUES:
                 began = line, now
             elif line == "." and began[0]:
                 self.seconds.setdefault(began[0], []).append(now - began[1])
@@ -76,12 +82,12 @@ def newest(folder: Path) -> int:
 
 
 @contextmanager
-def start_runs(data: Path, cache: Path) -> Iterator[Runs]:
-    """A process that starts runs over these prompts."""
+def start_runs(data: Path, cache: Path, objective: str = "grpo") -> Iterator[Runs]:
+    """A process that starts runs of an objective over these prompts."""
     path = os.pathsep.join([str(HERE), str(HERE.parent), *(p for p in sys.path if p)])
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with subprocess.Popen(
-        [sys.executable, str(HERE / "killed_rollouts.py")],
+        [sys.executable, str(HERE / "killed_rollouts.py"), objective],
         env={**os.environ, **quiet, "PYTHONPATH": path},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip

@@ -9,13 +9,14 @@ import re
 import signal
 import statistics
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 from peft import PeftModel
-from rollout_kills import PARTS, start_runs
+from rollout_kills import parts_of, start_runs
 from safetensors import safe_open
 from tiny_rollouts import LORA, REWARDS, ROLLOUT, recipe_of, run, write_data
 from tiny_runs import CONFIG
@@ -55,6 +56,8 @@ VALUED = {
     **LORA, "policy": Policy(beta=0.05, num_iterations=2),
     "rollout": replace(ROLLOUT, num_generations=1),
 }  # fmt: skip
+KILLS = Path(__file__).parents[2] / "bench" / "results" / "rollout_kills.json"
+WIDE_KILLS = (("grpo", 3), ("online_dpo", 1), ("ppo", 1))
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
@@ -556,13 +559,18 @@ def test_digits_are_learned_through_the_ordinary_workflow(place, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.wide)])
-def test_killed_in_every_part_of_an_iteration_a_run_ends_with_the_same_bits(kills, tmp_path):
+@pytest.mark.parametrize(
+    ("objective", "kills"),
+    [("grpo", 1), *(pytest.param(o, n, marks=pytest.mark.wide) for o, n in WIDE_KILLS)],
+)
+def test_killed_in_every_part_of_an_iteration_a_run_ends_with_the_same_bits(
+    objective, kills, tmp_path
+):
     """bench/rollout_kills.py does it ten times in each part."""
     data, chance = write_data(tmp_path / "data"), random.Random(5)
-    with start_runs(data, tmp_path / "cache") as runs:
+    with start_runs(data, tmp_path / "cache", objective) as runs:
         runs.whole(tmp_path / "whole")
-        for part in PARTS:
+        for part in parts_of(objective):
             inside = 0
             for _ in range(10 * kills):
                 if inside < kills:
@@ -573,3 +581,14 @@ def test_killed_in_every_part_of_an_iteration_a_run_ends_with_the_same_bits(kill
     logs = [without_times(read_log(tmp_path / name)) for name in ("cut", "whole")]
     assert logs[0] == logs[1]
     assert len(logs[0]) == 24
+
+
+@pytest.mark.parametrize("objective", ["grpo"])
+def test_ten_kills_in_each_part_were_measured(objective):
+    """bench/results/rollout_kills.json: every kill within its part, and equal bits at the end."""
+    found = json.loads(KILLS.read_text())[objective]["parts"]
+    assert tuple(found) == parts_of(objective)
+    for part in found.values():
+        assert part["kills"] >= 10
+        assert len(part["steps_logged"]) == part["kills"]
+        assert (part["weights_bit_equal"], part["logs_equal"]) == (True, True)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.records.recipe import Lora
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
-from memfit.train.rl.judging import Judges
+from memfit.train.rl.judging import Judges, Verdict
 from memfit.train.rl.learn import Learning, iterate
 from memfit.train.rl.rollout import Prompt, Sampling, choose_prompts, keep_short, roll_out
 from memfit.train.rl.rows import lay_out
@@ -286,6 +287,23 @@ def test_groups_alike_teach_nothing_and_others_are_sampled_in_their_place(make):
     told = roll_out(built, make(rollout=replace(ROLLOUT, dynamic_sampling=5)).sampling, 0)
     assert not told.even_groups or told.sampled_groups > GROUPS
     assert len(told.rewards) == GROUP * GROUPS
+    assert len(told.sampled_rewards) == GROUP * told.sampled_groups
+
+
+def test_the_reward_of_groups_that_were_left_out_is_told(make, monkeypatch):
+    """All 3 rounds of even groups count in `sampled_reward`, two groups of them in `reward`."""
+    calls = []
+
+    def judge(sampling, prompts, completions):
+        calls.append(len(calls))
+        rewards = torch.full((len(prompts),), float(calls[-1]))
+        return [""] * len(prompts), Verdict(rewards, rewards[:, None], Counter())
+
+    monkeypatch.setattr("memfit.train.rl.rollout.judge_answers", judge)
+    kept = make(rollout=replace(ROLLOUT, dynamic_sampling=2))
+    figures = iterate(built_for(), kept, 0).figures
+    assert (figures["reward"], figures["sampled_reward"]) == (0.0, 1.0)
+    assert "sampled_reward" not in iterate(built_for(), make(), 0).figures
 
 
 @pytest.mark.parametrize(
@@ -316,7 +334,10 @@ def test_too_few_prompts_are_named(make):
 # of RLOO the next test has what five seeds learned
 @pytest.mark.slow
 @pytest.mark.usefixtures("certified_here", "without_levers")
-@pytest.mark.parametrize("objective", ["grpo", pytest.param("rloo", marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "objective",
+    ["grpo", *(pytest.param(o, marks=pytest.mark.wide) for o in ("rloo", "online_dpo"))],
+)
 def test_a_reward_is_learned(objective, tmp_path, monkeypatch):
     """A share of bench/rl_learns.py. One digit for all prompts is right in a ninth of them."""
     spec = importlib.util.spec_from_file_location("rl_learns", BENCH)
@@ -328,7 +349,7 @@ def test_a_reward_is_learned(objective, tmp_path, monkeypatch):
         code, _, told = quick("train", "request.yaml", "--folder", "run", "--quiet")
         assert code == 0, told
 
-    steps = {"grpo": 48, "rloo": 180}[objective]
+    steps = {"grpo": 48, "rloo": 180, "online_dpo": 120}[objective]
     row = bench.learn(objective, 3, tmp_path, steps=steps, train=train)
     assert row["before"] < 0.03
     assert row["after"] > 0.3

@@ -22,7 +22,8 @@ OPTIONAL = (
     "communication_seconds", "exposed_communication_seconds",
 )  # fmt: skip
 OR_NULL = (  # of steps that sample answers: a number, or null where nobody knows
-    "reward", "reward_std", "unjudged", "length", "longest", "truncated", "even_groups", "kl",
+    "reward", "reward_std", "sampled_reward", "unjudged", "length", "longest", "truncated",
+    "even_groups", "kl",
     "clipped_low", "clipped_high", "entropy", "rollout_seconds", "rollout_tokens_per_second",
     "reward_seconds", "score_seconds", "update_seconds", "update_tokens_per_second",
     "value_loss", "clipped_values",

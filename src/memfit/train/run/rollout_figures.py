@@ -15,6 +15,7 @@ LATE = 10  # the last reward is a mean over a tenth of the run, and this many st
 SHOWN = 300  # characters of a prompt and of an answer
 PHASES = ("rollout", "reward", "score", "update")
 MEANS = {  # figures of the last steps: unit, and what they are of
+    "sampled_reward": ("reward", "of all sampled answers, those of groups left out included"),
     "length": ("tokens", "of an answer"),
     "truncated": ("of answers", "that reached their limit"),
     "unjudged": ("of answers", "without a reward"),
