@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from memfit.families import read_model
 from memfit.families.capabilities.kv_cache import cache_bytes
 from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Recipe
-from memfit.records.reinforcement import Policy, RewardSettings, Rollout
+from memfit.records.reinforcement import Online, Policy, RewardSettings, Rollout
 from memfit.train.measure.live import LiveBytes
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, iterate
@@ -25,6 +27,7 @@ from memfit.train.rl.rehearsal import Constant
 from memfit.train.rl.rollout import Prompt, Sampling
 from memfit.train.rl.sampling import answer_greedily, sample_in_slots
 
+BENCH = Path(__file__).parents[2] / "bench"
 ROLLOUT = Rollout(num_generations=2, max_prompt_length=20, max_completion_length=16, rows=3)
 REWARD = RewardSettings(funcs=("number", "format"))
 LORA = {"method": "lora"}
@@ -125,6 +128,24 @@ def test_every_phase_holds_the_same_bytes_real_and_fake(
     assert {phase: fake.phases[phase] for phase in peaks} == peaks
     for phase in peaks:
         assert fake.ledger.by_kind(phase) == real.ledger().by_kind(phase)
+
+
+def test_predicted_certified_and_measured_were_equal_in_every_cell():
+    """bench/results/rl_memory.json: each objective that samples, six families, LoRA and full."""
+    cells = json.loads((BENCH / "results" / "rl_memory.json").read_text())["cells"]
+    expected = {
+        f"{objective}, {family}, {method}"
+        for objective in get_args(Online) for family in FAMILIES for method in ("lora", "full")
+    }  # fmt: skip
+    assert set(cells) == expected
+    for name, cell in cells.items():
+        if "refused" in cell:
+            assert name.startswith(("online_dpo", "ppo")), name
+            assert name.endswith("full"), name
+            continue
+        assert cell["differ"] == [], name
+        beside = {"prefill", "decode", "first_step", "forward", "backward", "optimizer_step"}
+        assert all(len(cell["bytes"][phase]) == 3 for phase in beside), name
 
 
 def test_a_certificate_has_the_phases_and_wants_segments_that_expand():
