@@ -583,7 +583,7 @@ def test_killed_in_every_part_of_an_iteration_a_run_ends_with_the_same_bits(
     assert len(logs[0]) == 24
 
 
-@pytest.mark.parametrize("objective", ["grpo", "online_dpo"])
+@pytest.mark.parametrize("objective", ["grpo", "online_dpo", "ppo"])
 def test_ten_kills_in_each_part_were_measured(objective):
     """bench/results/rollout_kills.json: every kill within its part, and equal bits at the end."""
     found = json.loads(KILLS.read_text())[objective]["parts"]
