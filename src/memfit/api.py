@@ -29,7 +29,7 @@ from memfit.records import from_data, write_atomically, write_json
 from memfit.records.hardware import Device, Fabric
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
-from memfit.records.results import Certificate, Diff, Merged, Plan, Report, Run
+from memfit.records.results import Certificate, Diff, Merged, Plan, Report, Run, WayOut
 from memfit.workflows import look_up
 from memfit.workflows.load_inputs import change as change
 from memfit.workflows.load_inputs import place_devices
@@ -108,6 +108,22 @@ def plan(request: Request, *, device: Device | None = None, levers: bool = True)
     from memfit.plan.questions.ways_out import find_ways_out
 
     return structs.replace(found, ways_out=find_ways_out(request, found, plan_fitting))
+
+
+def plan_briefly(request: Request) -> Plan:
+    """As `plan`, with what a short screen shows: the levers that matter most, where it shows any,
+    and of what was considered the chosen recipe.
+    """
+    problem = problems.read_problem(request)
+    found = search.search_briefly(problem)
+    verdict = found.plan.memory.verdict
+    ways: tuple[WayOut, ...] = ()
+    if verdict in ("does_not_fit", "at_risk"):
+        from memfit.plan.questions.ways_out import find_ways_out
+
+        ways = find_ways_out(request, found.plan, plan_fitting)
+    levers = () if ways or verdict == "does_not_fit" else search.find_shown_levers(problem, found)
+    return structs.replace(found.plan, levers=levers, ways_out=ways)
 
 
 def plan_alone(request: Request) -> Plan:

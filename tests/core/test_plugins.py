@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import distributions
 
 import pytest
 
+from memfit.core.registry import GROUP, may_have_plugins
 from typed_commands import memfit
 
 PLUGIN = '''
@@ -181,3 +183,23 @@ def test_without_the_package_its_names_are_unknown(key, value, tmp_path):
     assert done.returncode == 2
     assert f"`{value}`" in done.stderr
     assert "hint:" in done.stderr
+
+
+def test_plugins_are_looked_for_where_importlib_would_find_them(tmp_path):
+    """Reading the entry points beside packages finds what importing `importlib.metadata` does."""
+    folder, archive = tmp_path / "here", tmp_path / "packed.zip"
+    for name in ("one-1.0.dist-info", "two-1.0.egg-info", "other"):
+        (folder / name).mkdir(parents=True)
+    (folder / "three-1.0.egg-info").write_text("a file, as distutils wrote it")
+    (folder / "one-1.0.dist-info" / "entry_points.txt").write_text("[console_scripts]\na = b:c\n")
+    (folder / "other" / "entry_points.txt").write_text("[memfit.extensions]\na = b\n")
+    missing = str(tmp_path / "missing")
+    assert not may_have_plugins([str(folder), missing])
+    own = folder / "two-1.0.egg-info" / "entry_points.txt"
+    own.write_text("[memfit.extensions]\na = b\n")
+    found = [e for d in distributions(path=[str(folder)]) for e in d.entry_points]
+    assert [e.name for e in found if e.group == GROUP] == ["a"]
+    assert may_have_plugins([missing, str(folder)])
+    own.unlink()
+    archive.write_bytes(b"")
+    assert may_have_plugins([str(archive)])  # what is inside is not looked at here

@@ -102,7 +102,7 @@ def plan_command(
         return compare_offers(request, devices, objective or OBJECTIVES[0], as_json)
     if why_not:
         return explain_why_not(request, why_not, as_json)
-    plan = api.plan(request)
+    plan = api.plan(request) if why or as_json or folder else api.plan_briefly(request)
     if folder:
         api.write_plan(plan, folder)
         note(quiet)(f"wrote {folder / 'plan.json'}")

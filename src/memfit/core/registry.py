@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pkgutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from memfit.core.errors import UnknownName
+
+GROUP = "memfit.extensions"  # of entry points
+INFO = (".dist-info", ".egg-info", ".egg")  # how the folders beside packages end
 
 T = TypeVar("T")
 _plugins_loaded = False
@@ -71,8 +76,37 @@ class Registry(Generic[T]):
                 importlib.import_module(f"{self._package}.{info.name}")
             self._complete = True
         if not _plugins_loaded:
-            from importlib.metadata import entry_points  # 10 ms that a plan can do without
-
             _plugins_loaded = True
-            for point in entry_points(group="memfit.extensions"):
-                point.load()
+            if may_have_plugins(sys.path):
+                from importlib.metadata import entry_points  # which a plan can do without
+
+                for point in entry_points(group=GROUP):
+                    point.load()
+
+
+def may_have_plugins(folders: Iterable[str]) -> bool:
+    """Whether a package that is installed in these folders names our group of entry points.
+
+    Importing `importlib.metadata` takes longer than reading what it would read: the entry points
+    beside each package. What is no folder (an archive) or cannot be read may have any.
+    """
+    for folder in folders:
+        try:
+            with os.scandir(folder or ".") as entries:
+                found = [entry.path for entry in entries if entry.name.endswith(INFO)]
+        except FileNotFoundError:
+            continue  # `importlib.metadata` passes over it, too
+        except OSError:
+            return True
+        for path in found:
+            if path.endswith(".egg"):
+                return True  # an archive, or a folder of several
+            try:
+                with open(f"{path}/entry_points.txt", "rb") as file:
+                    if GROUP.encode() in file.read():
+                        return True
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError:
+                return True
+    return False

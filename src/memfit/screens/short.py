@@ -13,9 +13,12 @@ from typing import Any
 from memfit.core import units
 from memfit.core.wording import VERDICTS
 from memfit.files.flags import type_key
+from memfit.plan.questions.replanned import INEXACT
+from memfit.plan.questions.shown_levers import FEW as FEW
+from memfit.plan.questions.shown_levers import MATTERS, choose_levers, is_inexact, needs
 from memfit.plan.request.assumed import describe_storage, is_pure
 from memfit.records.recipe import Parallel, Recipe
-from memfit.records.results import Certificate, Considered, Plan, WayOut
+from memfit.records.results import Certificate, Plan, WayOut
 from memfit.screens.widgets.bar import fill, scale, stacked_bar
 from memfit.screens.widgets.layout import INDENT, STYLES, continue_lines, plain
 from memfit.screens.widgets.memory import describe_needed, parts_of
@@ -23,11 +26,9 @@ from memfit.screens.widgets.phases import describe_longest
 from memfit.screens.widgets.terminal import Console, Line, Styled, wrap
 
 MOST = 24  # lines
-FEW = 3  # levers, ways out
 KINDS = 4  # that the line below the bar names
-MATTERS = 0.01  # of what is needed, or of the time: less is no lever
 WIDEST_NAME = 40  # of a lever, beside which its figures stand
-OTHERWISE = "* changes what is learned"
+OTHERWISE = f"* {INEXACT}"
 WHOLE = "--why explains each figure and lists everything considered and assumed"
 Lines = list[Line]
 
@@ -196,18 +197,18 @@ def _list_levers(console: Console, plan: Plan, few: int) -> Lines:
 
 
 def _describe_levers(plan: Plan, few: int) -> list[str]:
-    own, chosen = plan.memory.needed, _choose_levers(plan)[:few]
+    own, chosen = plan.memory.needed, choose_levers(plan.levers, plan)[:few]
     if own is None:
         return []
     names = [_type(row.changes) for row in chosen]
     width = min(max(map(len, names), default=0), WIDEST_NAME)
     lines = []
     for row, name in zip(chosen, names, strict=True):
-        saved = _needs(row) - own
+        saved = needs(row) - own
         nbytes = f"{'+' if saved > 0 else '-'}{units.show_bytes(abs(saved))}"
         change = row.relative_time - 1
         time = "as fast" if abs(change) < MATTERS / 10 else f"{change:+.1%} time"
-        mark = "*" if _is_inexact(row) else " "
+        mark = "*" if is_inexact(row) else " "
         fits = "" if row.fits else ", does not fit"
         lines.append(f"{name.ljust(width)} {mark} {nbytes.rjust(11)}, {time}{fits}")
     return lines
@@ -215,39 +216,6 @@ def _describe_levers(plan: Plan, few: int) -> list[str]:
 
 def _type(changes: Mapping[str, Any]) -> str:
     return " ".join(shlex.join(type_key(key, value)) for key, value in changes.items())
-
-
-def _choose_levers(plan: Plan) -> list[Considered]:
-    """What saves memory or time and fits, the most for its time first.
-
-    A lever that needs more and is slower than another one, which changes no more of what is
-    learned, is left to `--why`.
-    """
-    own = plan.memory.needed or 0
-    miss = plan.memory.verdict == "does_not_fit"
-    able = [
-        row
-        for row in plan.levers
-        if (row.fits or miss)
-        and (own - _needs(row) > MATTERS * own or row.relative_time < 1 - MATTERS)
-        and not (miss and _needs(row) >= own)
-    ]
-    able = [row for row in able if not any(_beats(other, row) for other in able)]
-    faster = [row for row in able if row.relative_time < 1 - MATTERS]
-    saving = sorted((row for row in able if row not in faster), key=_needs)
-    return [*sorted(faster, key=lambda row: row.relative_time), *saving]
-
-
-def _beats(one: Considered, other: Considered) -> bool:
-    return (
-        _needs(one) < _needs(other)
-        and one.relative_time < other.relative_time
-        and (_is_inexact(other) or not _is_inexact(one))
-    )
-
-
-def _is_inexact(row: Considered) -> bool:
-    return "changes what is learned" in row.because
 
 
 def _choose_ways(ways: Sequence[WayOut], few: int) -> list[WayOut]:
@@ -279,7 +247,3 @@ def list_next(console: Console, commands: Sequence[str]) -> Lines:
     lines = continue_lines(commands[0], console.width - INDENT)
     shown: Lines = [[Styled(" " * INDENT + plain(console, line), "cyan")] for line in lines]
     return [(), [Styled("Next", "bold")], *shown]
-
-
-def _needs(row: Considered) -> int:
-    return row.peak_allocated if row.device_total is None else row.device_total

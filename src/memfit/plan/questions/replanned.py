@@ -25,6 +25,7 @@ from memfit.records.recipe import Recipe
 from memfit.records.request import Request, change, find_weights
 from memfit.records.results import Considered, Plan
 
+INEXACT = "changes what is learned"  # of a lever, among its reasons
 Planner = Callable[[Request], Found]
 
 
@@ -45,7 +46,7 @@ def replan_levers(problem: Problem, chosen: Choice, find_plan: Planner) -> tuple
         if other.recipe in seen:
             continue
         seen.append(other.recipe)
-        rows.append(_row(plan, other, chosen, changes, problem.device))
+        rows.append(describe_lever(plan, other, chosen, changes, problem.device))
     return tuple(rows)
 
 
@@ -116,9 +117,10 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[dict[str, Any]]:
         yield {"optimizer.name": smaller}
 
 
-def _row(
+def describe_lever(
     plan: Plan, other: Choice, chosen: Choice, changes: dict[str, Any], device: Device
 ) -> Considered:
+    """The row of a lever whose own plan this is."""
     memory = plan.memory
     assert memory.peak_allocated is not None  # what was searched has bytes
     ratio = other.seconds(device) / chosen.seconds(device)
@@ -149,7 +151,7 @@ def _reason(plan: Plan, ratio: float, mine: Recipe, its: Recipe) -> str:
     if mine.method != its.method:
         notes.append(f"becomes {mine.method}")
     if learns(mine) != learns(its):
-        notes.append("changes what is learned")
+        notes.append(INEXACT)
     return "; ".join(notes)
 
 

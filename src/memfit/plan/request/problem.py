@@ -84,6 +84,8 @@ class Problem(Record, frozen=True, kw_only=True):
     usable_because: str
     assumptions: tuple[str, ...]
     exact: bool = True  # False: what fits, or does not, by far is not replayed
+    assumed_ratio: float | None = None  # of reserved to allocated bytes, in place of any replay
+    brief: bool = False  # True: of what was considered, the chosen recipe alone is described
 
     @property
     def framework(self) -> Framework:

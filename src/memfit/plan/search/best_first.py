@@ -6,7 +6,7 @@ exactly, by its own replay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import inf
 from typing import Any
@@ -43,10 +43,10 @@ from memfit.plan.request.problem import (
     why_not_in_backward,
 )
 from memfit.plan.search.candidate import Candidate
-from memfit.plan.search.choice import Choice, Explorer, Found, assemble
+from memfit.plan.search.choice import Choice, Explorer, Found, Rough, assemble
 from memfit.plan.search.estimate import Estimate, applies
 from memfit.plan.search.explained import list_considered, predict_levers
-from memfit.plan.search.least_recompute import Climb, climb, settle_fastest
+from memfit.plan.search.least_recompute import Climb, Ranking, settle_fastest
 from memfit.plan.search.levers import head_extra
 from memfit.plan.simulate.recompute import (
     find_recompute,
@@ -76,6 +76,20 @@ class BestFirst(Explorer):
         """See `Explorer.find_fitting`."""
         check_described(problem.request)
         return _first_that_fits(problem, [])
+
+    def find_roughly(self, problem: Problem, ratio: float) -> Rough:
+        """See `Explorer.find_roughly`; `limits.time` and `limits.cost` are left alone."""
+        check_described(problem.request)
+        problem = replace(problem, assumed_ratio=ratio, brief=True)
+        failed: list[Candidate] = []
+        for start in _preferences(problem):
+            best = _fastest_in_flight(start, failed)
+            if best is not None:
+                return Rough(best.recipe, best.about, best.needs, best.seconds, fits=True)
+        if not failed:
+            raise InvalidRequest("no candidate is left", hint="see `memfit plan --why`")
+        nearest = _least_of(failed)
+        return Rough(nearest.recipe, nearest.about, nearest.needs, nearest.seconds, fits=False)
 
     def predict(self, problem: Problem, *, levers: bool) -> Plan:
         """See `Explorer.predict`.
@@ -401,11 +415,14 @@ def _fastest_that_fits(
             return None
     if faster_alone and start.estimate is None and not _least_fits(most):
         return None
-    ranked = [
-        least for plain in combinations for path in paths
-        if (least := climb(plain, path)) is not None
-    ]  # fmt: skip
-    if not ranked:  # an estimate may be a little high: ask of the smallest itself
+    ranking = Ranking(combinations, paths)
+    if start.problem.assumed_ratio is not None:
+        found = next(iter(ranking), None)
+        return found.candidate if found and found.candidate.seconds < slowest else None
+    brief = start.problem.brief
+    ranked: Iterable[Climb] = ranking
+    if next(iter(ranking if brief else ranking.listed()), None) is None:
+        # an estimate may be a little high: ask of the smallest itself
         smallest = min(most, key=lambda c: c.needs)
         ranked = [Climb(smallest, paths[0], len(paths[0]) - 1)]
     best = settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
@@ -413,8 +430,9 @@ def _fastest_that_fits(
         if best is None or best.proved:
             break  # else its replay has told what others reserve: choose again
         best = settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
-    others = (least.candidate for least in ranked)
-    tried += [c for c in others if best is None or not c.is_like(best)]
+    if best is None or not brief:
+        others = (least.candidate for least in ranking.listed() or ranked)
+        tried += [c for c in others if best is None or not c.is_like(best)]
     return best
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 
 import msgspec
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
-from memfit.plan.frameworks import NO_SLACK
+from memfit.plan.frameworks import NO_SLACK, Slack
 from memfit.plan.memory.predicted_memory import (
     predict_memory,
     predict_peak,
@@ -51,12 +53,22 @@ NEAR = 0.02  # by which the ratio of a near candidate was seen to differ, and mo
 class Ratio:
     """What the last replay of a near candidate had beside the peak of the closed form."""
 
-    def __init__(self) -> None:
+    def __init__(self, assumed: float | None = None) -> None:
         # what is always there, by what it depends on beside method and precision
         self.least: dict[tuple[Optimizer, Parallel, str], int] = {}
-        self.value = SLACK.typical  # reserved bytes, over the peak
+        self.value = assumed or SLACK.typical  # reserved bytes, over the peak
         self.blocks = 0  # bytes of blocks, above the peak
-        self.ends = LEAST, MOST  # between which that of another candidate may lie
+        # between which that of another candidate may lie
+        self.ends = (LEAST, MOST) if assumed is None else (assumed, assumed)
+
+    @contextmanager
+    def at(self, value: float) -> Iterator[None]:
+        """Within, this ratio stands for the last replay's."""
+        own, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = own
 
 
 class Candidate:
@@ -73,7 +85,7 @@ class Candidate:
     ) -> None:
         self.problem, self.recipe, self.estimate = problem, recipe, estimate
         self.model, self.totals = model, totals
-        self.ratio = ratio or Ratio()
+        self.ratio = ratio or Ratio(problem.assumed_ratio)
 
     @classmethod
     def of(cls, problem: Problem, recipe: Recipe) -> Candidate:
@@ -110,7 +122,7 @@ class Candidate:
     @cached_property
     def replayed(self) -> Replayed | None:
         """What the allocator reserves for the simulated run; None where it is not simulated."""
-        if not self._has_tape or self._is_clear:
+        if not self._has_tape or self._is_clear or self.problem.assumed_ratio is not None:
             return None
         timeless = replace(self.recipe, steps=0, seed=0)
         found = replay_run(self.model, timeless, self.problem.device)
@@ -137,7 +149,12 @@ class Candidate:
     @property
     def _closed(self) -> Needed:
         """The band around the predicted peak, without a replay."""
-        device = self.problem.device
+        device, assumed = self.problem.device, self.problem.assumed_ratio
+        if assumed is not None and self._has_tape:
+            slack = Slack(
+                low=assumed, typical=assumed, high=assumed, source="another plan's replay"
+            )
+            return find_needed(slack, self.peak, device, self.recipe.parallel)
         streams = find_streams(self.model, self.recipe, device)
         return find_needed(SLACK, self.peak, device, self.recipe.parallel, streams)
 
@@ -216,12 +233,12 @@ class Candidate:
 
     def _against(self) -> int:
         """What the prediction itself holds against the usable line."""
-        return self.needed.against(tight=self.problem.request.limits.tight)
+        return self.needed.against(tight=self._tight)
 
     def _about(self, reserved: float) -> int:
         """Return the same for these reserved bytes."""
         needed = find_needed(NO_SLACK, round(reserved), self.problem.device, self.recipe.parallel)
-        return needed.against(tight=self.problem.request.limits.tight)
+        return needed.against(tight=self._tight)
 
     def _process(self, peak: int) -> Needed:
         """The band of a run on a CPU."""
@@ -265,6 +282,19 @@ class Candidate:
         update = self.estimate.peak(r.micro_batch, RecomputedBlocks.of(r), r.loss_chunk)
         return max(update, predict_rollout(self.model, r, self.problem.device))
 
+    def may_fit(self, peak: int) -> bool:
+        """Whether it would be `likely` with this peak."""
+        usable = self.problem.usable
+        return usable is None or self._show(peak, tight=self._tight) <= usable
+
+    @property
+    def _tight(self) -> bool:
+        return self.problem.request.limits.tight
+
+    def note_estimate(self, peak: int) -> None:
+        """Take this for the estimate."""
+        self.__dict__["_estimated"] = peak
+
     @property
     def needs(self) -> int:
         """The bytes of the device that `about` comes to, without a band."""
@@ -287,23 +317,20 @@ class Candidate:
         usable = self.problem.usable
         if usable is None:
             return True
-        if (
-            self._is_dear
-            and self._show(self.least, tight=self.problem.request.limits.tight) > usable
-        ):
+        if self._is_dear and self._show(self.least, tight=self._tight) > usable:
             return False
         return self.line <= usable
 
     @property
     def line(self) -> int:
         """Return what is compared with usable memory: the band; with `limits.tight` its middle."""
-        return self._show(None, tight=self.problem.request.limits.tight)
+        return self._show(None, tight=self._tight)
 
     def _show(self, peak: int | None, *, tight: bool) -> int:
         """The bytes of the device that a peak comes to; None is its own."""
         device, parallel = self.problem.device, self.recipe.parallel
         if device.is_cpu:
-            return self._process(self._closed_form).against(tight=tight)
+            return self._process(self._closed_form if peak is None else peak).against(tight=tight)
         if (known := self.__dict__.get("needed")) is not None:
             return int(known.against(tight=tight))
         slack = replace(SLACK, typical=self.ratio.value, high=self.ratio.value)

@@ -52,6 +52,16 @@ class Found(NamedTuple):
     choice: Choice
 
 
+class Rough(NamedTuple):
+    """About what the plan of a request comes to."""
+
+    recipe: Recipe
+    peak_allocated: int
+    needs: int  # bytes of the device
+    seconds: float
+    fits: bool
+
+
 class Explorer(ABC):
     """Decides every `auto` of a request for one kind of framework."""
 
@@ -66,6 +76,16 @@ class Explorer(ABC):
     @abstractmethod
     def find_fitting(self, problem: Problem) -> Found | None:
         """As `find_best`; None where nothing fits."""
+
+    def find_roughly(self, problem: Problem, ratio: float) -> Rough:
+        """About what `find_best` finds; ratio: of reserved to allocated bytes, for any replay."""
+        del ratio
+        plan, choice = self.find_best(problem)
+        memory, seconds = plan.memory, choice.seconds(problem.device)
+        peak = memory.peak_allocated or 0
+        return Rough(
+            choice.recipe, peak, memory.needed or peak, seconds, fits=memory.verdict == "fits"
+        )
 
     @abstractmethod
     def predict(self, problem: Problem, *, levers: bool) -> Plan:

@@ -10,8 +10,8 @@ with `predict_memory`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -41,6 +41,17 @@ class Cycle(NamedTuple):
 
     name: str  # of its first segment
     segments: tuple[tuple[int | None, Line], ...]  # each with the simulated block that it is of
+
+
+class Alike(NamedTuple):
+    """A step whose blocks are treated alike, in bytes; of blocks that keep everything within one
+    `saved` of what `Estimate.peak` says.
+
+    The first block's inputs may need no gradient, and the simulated one is the first here alone.
+    """
+
+    peak: int
+    saved: float  # the most that a block keeps, which is no less than recomputing it leaves out
 
 
 def applies(model: Model) -> bool:
@@ -87,44 +98,51 @@ class Lines:
     def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
         self.model, self.recipe, self.device = model, recipe, device
         self._loss: dict[int, tuple[list[Cycle], ...]] = {}
+        self._alike: dict[str, tuple[list[Cycle], ...]] = {}
         self.always: dict[Optimizer, int] = {}  # weights and state, bytes
 
     @cached_property
     def bodies(self) -> tuple[list[Cycle], ...]:
         """Forward, loss and backward of the first micro-batch, then of a later one."""
-        return self._draw(self.model, 1, loss="plain", loss_chunk=0)
+        return self._draw(self.model, 1, TREATED, loss="plain", loss_chunk=0)
+
+    def alike(self, way: str) -> tuple[list[Cycle], ...]:
+        """The same of blocks that are treated one way alone, which takes a third of the time."""
+        if way not in self._alike:
+            self._alike[way] = self._draw(self.model, 1, (way,), loss="plain", loss_chunk=0)
+        return self._alike[way]
 
     def loss(self, chunk: int) -> tuple[list[Cycle], ...]:
         """The same of a model with one block: only its loss and its head's backward are used.
 
         The line begins where there are two chunks: a single one needs no sum over chunks.
         """
-        if not chunk:
-            return self.bodies
         if chunk not in self._loss:
             architecture = replace(self.model.architecture, layers=1)
             weights = tuple(w for w in self.model.weights if w.layer < 1)
             model = replace(self.model, architecture=architecture, weights=weights)
             low = chunk // self.recipe.sequence_length + 1
-            self._loss[chunk] = self._draw(model, low, loss="chunked", loss_chunk=chunk)
+            self._loss[chunk] = self._draw(model, low, TREATED, loss="chunked", loss_chunk=chunk)
         return self._loss[chunk]
 
-    def _draw(self, model: Model, low: int, **knobs: object) -> tuple[list[Cycle], ...]:
-        """Lines through `low` rows and one more."""
+    def _draw(
+        self, model: Model, low: int, ways: Sequence[str], **knobs: object
+    ) -> tuple[list[Cycle], ...]:
+        """Lines through `low` rows and one more; ways: of treating blocks of the whole model."""
         recipe = replace(self.recipe, accumulation=2, **RecomputedBlocks(0, 0).knobs, **knobs)
         setting = describe(model, recipe, self.device)[0]
         kinds = find_kinds(model.architecture)
         if model is self.model:
-            setting = replace(setting, runs=_treat(setting.runs, kinds))
+            setting = replace(setting, runs=_treat(setting.runs, kinds, ways))
         shape = replace(without_shape(recipe), sequence_length=recipe.sequence_length)
         return _draw(setting, shape, low, len(kinds))
 
 
-def _treat(runs: tuple[Run, ...], kinds: tuple[str, ...]) -> tuple[Run, ...]:
+def _treat(runs: tuple[Run, ...], kinds: tuple[str, ...], ways: Sequence[str]) -> tuple[Run, ...]:
     """Cycles of one block of each kind under each treatment, from runs that keep every block."""
     block = runs[0].cycle[0]
     treated = (
-        replace(block, recomputed=way != "kept", selective=way == "selective") for way in TREATED
+        replace(block, recomputed=way != "kept", selective=way == "selective") for way in ways
     )
     return tuple(
         Run(cycle=tuple(replace(one, kind=kind) for kind in kinds), count=CYCLES) for one in treated
@@ -141,16 +159,21 @@ class Estimate:
         self.local = local_model(model, recipe.parallel, 0)  # as the fullest rank holds it
         self._kinds = find_kinds(model.architecture)
         self._lines = lines or Lines(model, recipe, device)
-        self._correction = 0
+        self._offset: Callable[[], int] | None = None
 
     def anchor(self, predicted: int, micro: int, recompute: RecomputedBlocks, chunk: int) -> None:
         """Shift the estimate to a predicted peak, so that differences from it carry no offset."""
-        self._correction += predicted - self.peak(micro, recompute, chunk)
+
+        @cache
+        def offset() -> int:
+            return predicted - self._raw(micro, recompute, chunk)
+
+        self._offset = offset  # found when it is asked for: mostly nothing is
 
     def with_optimizer(self, recipe: Recipe) -> Estimate:
         """For a recipe that differs in its optimizer alone, which no segment depends on."""
         other = Estimate(self.model, recipe, self.device, self._lines)
-        other._correction = self._correction
+        other._offset = self._offset
         return other
 
     def _held(self, nbytes: int) -> int:
@@ -191,15 +214,43 @@ class Estimate:
 
     def peak(self, micro: int, recompute: RecomputedBlocks, chunk: int) -> int:
         """Bytes at the highest instant of a steady step of two or more micro-batches."""
+        offset = 0 if self._offset is None else self._offset()
+        return self._raw(micro, recompute, chunk) + offset
+
+    def _raw(self, micro: int, recompute: RecomputedBlocks, chunk: int) -> int:
+        return self._climb(self._lines.bodies, self._times(recompute), micro, chunk)
+
+    def alike(self, micro: int, chunk: int, way: str = "kept") -> Alike:
+        """Nearly the peak where all blocks are treated this way; see `Alike`."""
+        lines, count = (
+            self._lines.alike(way),
+            Counter(map(self.model.architecture.kind, self._layers)),
+        )
+        times = [min(1, count[kind]) for kind in self._kinds]
+        times += [max(0, count[kind] - 1) for kind in self._kinds]
+        saved: dict[int, float] = {}
+        for cycle in lines[0]:
+            for block, (net, row, _, _) in cycle.segments:
+                if block is not None:
+                    saved[block] = saved.get(block, 0) + net + row * micro
+        return Alike(self._climb(lines, times, micro, chunk), max(saved.values()))
+
+    @property
+    def _layers(self) -> range:
+        return range(self.model.architecture.layers)
+
+    def _climb(
+        self, bodies: tuple[list[Cycle], ...], times: list[int], micro: int, chunk: int
+    ) -> int:
+        """The highest instant of these blocks, each as often as it stands in the model."""
         level = self._always + 3.0 * 8 * micro * self.recipe.sequence_length
         highest = level
-        times = self._times(recompute)
         several = micro * self.recipe.sequence_length > chunk
-        losses = _in_threes(self._lines.loss(chunk if several else 0))
+        losses = _in_threes(self._lines.loss(chunk) if chunk and several else bodies)
         passes = [
             [forward, loss, _spliced(backward, head)]
             for (forward, _, backward), (_, loss, head) in zip(
-                _in_threes(self._lines.bodies), losses, strict=True
+                _in_threes(bodies), losses, strict=True
             )
         ]
         if micro * self.recipe.parallel.dp >= self.recipe.global_batch:
@@ -213,7 +264,7 @@ class Estimate:
                     ]
                     level, top = _repeat(counted, level)
                     highest = max(highest, top)
-        return round(max(highest, level + self._step_temporaries)) + self._correction
+        return round(max(highest, level + self._step_temporaries))
 
     def _times(self, recompute: RecomputedBlocks) -> list[int]:
         """Return how often each simulated block stands in the model with this recomputation."""

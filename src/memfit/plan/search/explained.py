@@ -32,7 +32,11 @@ def describe(recipe: Recipe, layers: int) -> str:
 
 
 def list_considered(chosen: Candidate, tried: list[Candidate]) -> tuple[Considered, ...]:
-    """The chosen one, then those that came nearest to it in time, whether they fit or not."""
+    """The chosen one, then those that came nearest to it in time, whether they fit or not.
+
+    Of a brief plan the chosen one alone.
+    """
+    tried = [] if chosen.problem.brief else tried
     others = {_knobs(c): c for c in tried if c.recipe != chosen.recipe}
     fitting: list[Candidate] = []
     failing: list[Candidate] = []

@@ -12,11 +12,13 @@ from msgspec.structs import replace
 
 from memfit.core.system.collector import without_collecting
 from memfit.plan.frameworks import Framework, hinting
-from memfit.plan.questions.replanned import replan_levers
+from memfit.plan.questions.replanned import INEXACT, learns, replan_levers
+from memfit.plan.questions.shown_levers import replan_shown
 from memfit.plan.request.problem import Problem, read_problem
 from memfit.plan.search.choice import Explorer, Found
+from memfit.records.recipe import Recipe
 from memfit.records.request import Request
-from memfit.records.results import Plan
+from memfit.records.results import Considered, Plan
 
 
 def search(problem: Problem, *, levers: bool = True) -> Plan:
@@ -38,13 +40,43 @@ def search(problem: Problem, *, levers: bool = True) -> Plan:
         return replace(plan, levers=replan_levers(problem, chosen, find))
 
 
+def search_briefly(problem: Problem) -> Found:
+    """As `search` without levers; of what was considered the chosen recipe alone is described."""
+    with hinting(problem.framework), without_collecting():
+        return _find_best(replace(problem, brief=True))
+
+
+def find_shown_levers(problem: Problem, found: Found) -> tuple[Considered, ...]:
+    """Those of the levers of `search` that a short screen shows; found: the problem's plan."""
+    memory = found.plan.memory
+    ratio = (memory.peak_reserved or 1) / (memory.peak_allocated or 1)
+    explorer, learned = find_explorer(problem.framework), learns(found.choice.recipe)
+
+    def read(changed: Request) -> Problem:
+        return replace(read_problem(changed, device=problem.device), brief=True)
+
+    def estimate(changed: Request) -> tuple[Considered, Recipe]:
+        rough = explorer.find_roughly(read(changed), ratio if memory.peak_reserved else 1.0)
+        row = Considered(
+            label="", changes={}, peak_allocated=rough.peak_allocated, device_total=rough.needs,
+            exact=False, relative_time=rough.seconds / found.choice.seconds(problem.device),
+            fits=rough.fits, chosen=False,
+            because=INEXACT if learns(rough.recipe) != learned else "",
+        )  # fmt: skip
+        return row, rough.recipe
+
+    with hinting(problem.framework), without_collecting():
+        return replan_shown(problem, found, lambda changed: _find_best(read(changed)), estimate)
+
+
 def find_fitting(problem: Problem) -> Plan | None:
-    """The plan of a request without levers; None where nothing fits.
+    """The plan of a request without levers, as brief; None where nothing fits.
 
     Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`.
     """
+    brief = replace(problem, brief=True)
     with hinting(problem.framework), without_collecting():
-        found = find_explorer(problem.framework).find_fitting(problem)
+        found = find_explorer(problem.framework).find_fitting(brief)
         return None if found is None else found.plan
 
 

@@ -62,13 +62,30 @@ def with_adapters(
     if recipe.method == "full":
         return layout
     targets = recipe.lora.targets if recipe.adapted else ()
-    beside = [m for m in matrices if matches(m.module, targets)]
-    if recipe.adapted and not beside:
+    beside = _share_out(matrices, targets)
+    if recipe.adapted and not beside.matrices:
         return layout
-    alone = sum(m.launches for m in matrices if not matches(m.module, targets))
     return change(
         layout,
-        adapters=len(beside) / layers / PROJECTIONS,
-        adapted=sum(m.width for m in beside) / max(sum(m.width for m in matrices), 1),
-        spared=SPARED * alone / layers,
+        adapters=beside.matrices / layers / PROJECTIONS,
+        adapted=beside.width,
+        spared=SPARED * beside.alone / layers,
+    )
+
+
+class Beside(NamedTuple):
+    """The matrices that have an adapter, and what the others are."""
+
+    matrices: int
+    width: float  # of all matrices' width
+    alone: float  # launches of the others' gradients
+
+
+@lru_cache(maxsize=64)  # a search asks for each of its candidates
+def _share_out(matrices: tuple[Matrix, ...], targets: tuple[str, ...]) -> Beside:
+    beside = [m for m in matrices if matches(m.module, targets)]
+    return Beside(
+        matrices=len(beside),
+        width=sum(m.width for m in beside) / max(sum(m.width for m in matrices), 1),
+        alone=sum(m.launches for m in matrices if not matches(m.module, targets)),
     )

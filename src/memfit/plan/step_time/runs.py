@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
-from memfit.plan.step_time.arrays import Number, change, list_numbers
+from memfit.plan.step_time.arrays import PLAIN, Number, change, list_numbers
 from memfit.plan.step_time.rates import Setting
 
 # what no block of one micro-batch depends on, and what nothing after the last one does
@@ -32,7 +32,10 @@ def once(
 
     Arrays named `unread` are None to it: reading one raises and does not go wrong in silence.
     """
-    arrays = {name: value for name, value in list_numbers(setting.layout).items() if _plural(value)}
+    numbers = list_numbers(setting.layout)
+    if PLAIN.issuperset(map(type, numbers.values())):
+        return function(setting)  # one candidate, which most searches ask for
+    arrays = {name: value for name, value in numbers.items() if _plural(value)}
     shape, _, machine, rates = setting
     if not arrays or any(map(_plural, (*shape, *machine, *machine.links, *chain(*rates)))):
         return function(setting)  # one candidate; or not one model on one kind of device
