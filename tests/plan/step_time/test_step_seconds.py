@@ -80,18 +80,18 @@ def test_a_rank_s_share_of_a_sparse_block_by_hand():
     attention = 4096 * (4096 + 2 * 1024) + 4096 * 4096
     plain = attention + 0.25 * 3 * 4096 * 14336 + 0.75 * 3 * 4096 * 2048
     experts = 0.75 * 3 * 64 * 4096 * 1024
-    cut = LAYOUT._replace(tp=2.0, ep=4.0, dp=16.0, pp=8.0)
+    cut = change(LAYOUT, tp=2.0, ep=4.0, dp=16.0, pp=8.0)
     assert work.gathered_elements(SPARSE, cut) == plain / 2 + experts / 4
     # ep over all ranks: each has its experts alone, and gathers none
-    assert work.gathered_elements(SPARSE, cut._replace(ep=32.0)) == plain / 2
+    assert work.gathered_elements(SPARSE, change(cut, ep=32.0)) == plain / 2
     updated, own = work.own_weights(SPARSE, cut)
     assert updated == (32 * plain + 2 * 128256 * 4096) / 2 / 8
     assert own == 32 * experts / 4 / 8
     assert work.activation_bytes(SPARSE, cut) == 2 * 8192 * 4096
     assert work.key_value_bytes(SPARSE, cut) == 2 * 8192 * 8 * 256 / 2
     assert work.stage_bytes(SPARSE, cut) == 2 * 8192 * 4096
-    assert work.stage_bytes(SPARSE, cut._replace(sequence_parallel=1.0)) == 8192 * 4096
-    ring = cut._replace(cp=4.0)
+    assert work.stage_bytes(SPARSE, change(cut, sequence_parallel=1.0)) == 8192 * 4096
+    ring = change(cut, cp=4.0)
     assert work.key_value_bytes(SPARSE, ring) == 2 * 2048 * 8 * 256 / 2
 
 
