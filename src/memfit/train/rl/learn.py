@@ -186,7 +186,7 @@ def _sum_up(
     figures = _describe(experience, results[-1].loss)
     figures |= name_sums(learning.objective, total, counts.rows)
     if learning.sampling.rollout.dynamic_sampling:
-        figures["sampled_reward"] = float(experience.sampled_rewards.nanmean())
+        figures["sampled_reward"] = experience.sampled_reward
     if learning.sampling.rollout.num_generations > 1:
         figures["even_groups"] = experience.even_groups / experience.sampled_groups
     if built.recipe.optimizer.clip_norm:

@@ -68,7 +68,7 @@ class Experience(NamedTuple):
     completions: tuple[Completion, ...]
     texts: tuple[str, ...]
     rewards: Tensor  # (answers,) fp32, NaN where there is none
-    sampled_rewards: Tensor  # those of groups that were left out included
+    sampled_reward: float  # their mean, with those of groups that were left out; NaN: none
     by_function: Tensor
     failures: Counter[str]
     even_groups: int  # that were sampled: their answers have all the same reward
@@ -228,13 +228,12 @@ class _Found:
         """As many groups as a rollout holds: those that tell answers apart first."""
         order = sorted(range(len(self._even)), key=lambda g: self._even[g])[:groups]
         rows = [g * size + i for g in sorted(order) for i in range(size)]
-        rewards = torch.cat(self._rewards)
         return Experience(
             tuple(self._prompts[r] for r in rows),
             tuple(self._completions[r] for r in rows),
             tuple(self._texts[r] for r in rows),
-            rewards[rows],
-            rewards,
+            torch.cat(self._rewards)[rows],
+            float(torch.cat(self._rewards).nanmean()),
             torch.cat(self._by_function)[rows],
             self._failures,
             sum(self._even),
