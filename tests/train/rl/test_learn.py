@@ -358,10 +358,12 @@ def test_a_reward_is_learned(objective, tmp_path, monkeypatch):
 def test_every_seed_of_the_bench_has_learned():
     """What docs/objectives.md says of five seeds is what was measured, within two minutes each."""
     rows = json.loads((BENCH.parent / "results" / "rl_learns.json").read_text())["rows"]
-    for objective, least in (("grpo", 0.98), ("rloo", 0.98)):
+    for objective, most, least in (
+        ("grpo", 0.02, 0.98), ("rloo", 0.02, 0.98), ("online_dpo", 0.02, 0.98), ("ppo", 0.4, 0.88),
+    ):  # fmt: skip
         found = [row for row in rows if row["objective"] == objective]
         assert [row["seed"] for row in found] == [0, 1, 2, 3, 4]
         for row in found:
-            assert row["before"] < 0.02
+            assert row["before"] < most
             assert row["after"] > least
             assert row["cpu_seconds"] < 120
