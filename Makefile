@@ -27,20 +27,20 @@ SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 neighbours: $(NEIGHBOURS)/.ready  ## the tools whose own code reads exports in the tests
 
-$(NEIGHBOURS)/.ready: $(VENV)/.ready tests/neighbours/jobs.txt tests/neighbours/trainers.txt \
-    tests/neighbours/ppo.txt
+$(NEIGHBOURS)/.ready: $(VENV)/.ready tests/other_trainers/jobs.txt tests/other_trainers/trainers.txt \
+    tests/other_trainers/ppo.txt
 	rm -rf $(NEIGHBOURS)
 	$(PY) -m venv $(NEIGHBOURS)/jobs
 	$(NEIGHBOURS)/jobs/bin/python -m pip install --quiet uv
 	$(NEIGHBOURS)/jobs/bin/uv pip install --quiet --python $(NEIGHBOURS)/jobs/bin/python \
-	  --requirement tests/neighbours/jobs.txt
+	  --requirement tests/other_trainers/jobs.txt
 	$(PY) -m venv $(NEIGHBOURS)/trainers
 	$(PY) $(SITE) > "$$($(NEIGHBOURS)/trainers/bin/python $(SITE))/torch_is_there.pth"
 	$(NEIGHBOURS)/trainers/bin/python -c 'import torch, transformers'  # or pip would fetch CUDA's
 	DS_BUILD_OPS=0 $(NEIGHBOURS)/trainers/bin/python -m pip install --quiet \
-	  --requirement tests/neighbours/trainers.txt
+	  --requirement tests/other_trainers/trainers.txt
 	$(NEIGHBOURS)/trainers/bin/python -m pip install --quiet --no-deps --target $(NEIGHBOURS)/ppo \
-	  --requirement tests/neighbours/ppo.txt
+	  --requirement tests/other_trainers/ppo.txt
 	@touch $@
 
 demo: setup  ## train a small model from scratch under 1 GiB, then adapt it with LoRA

@@ -56,7 +56,7 @@ for line in sys.stdin:
 
 
 def run_program(path, *arguments, text=""):
-    """Run a program of `tests/neighbours`, or another one by its whole path, with memfit and the
+    """Run a program of `tests/other_trainers`, or another by its whole path, with memfit and the
     tests to import, and return its output.
 
     text: its stdin.
@@ -67,7 +67,7 @@ def run_program(path, *arguments, text=""):
         files = {name: Path(folder) / name for name in ("input", "output", "errors")}
         for name, file in files.items():
             file.write_text(text if name == "input" else "")
-        argv = [TESTS / "neighbours" / path, *arguments]
+        argv = [TESTS / "other_trainers" / path, *arguments]
         asked = {"argv": [*map(str, argv)]} | {name: str(file) for name, file in files.items()}
         server = find_server()
         server.stdin.write(json.dumps(asked) + "\n")
@@ -78,8 +78,8 @@ def run_program(path, *arguments, text=""):
 
 
 def run_with_older(folder, name, home, *arguments):
-    """Run a program of `tests/neighbours` in a process of its own, whose packages are first those
-    of this folder of the neighbours; home: a folder that is its HOME."""
+    """Run a program of `tests/other_trainers` in a process of its own, whose packages are first
+    those of this folder of the neighbours; home: a folder that is its HOME."""
     first = NEIGHBOURS / folder
     if not (PYTHON.exists() and first.exists()):
         pytest.skip("`make neighbours` installs TRL")
@@ -88,7 +88,7 @@ def run_with_older(folder, name, home, *arguments):
         "HOME": str(home), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     done = subprocess.run(
-        [str(PYTHON), "-W", "ignore", str(TESTS / "neighbours" / name), *map(str, arguments)],
+        [str(PYTHON), "-W", "ignore", str(TESTS / "other_trainers" / name), *map(str, arguments)],
         capture_output=True, text=True, check=False, env=around,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from memfit.train.step.step import Batch, RatedBatch, step
 from neighbour_programs import run_program
 from tiny_models import CONFIGS, gradients_in, make_built, make_recipe
 
-REFERENCE = torch.tensor([-33.0, -18.0, -31.0, -19.0])  # as tests/neighbours/trl_pairs.py
+REFERENCE = torch.tensor([-33.0, -18.0, -31.0, -19.0])  # as tests/other_trainers/trl_pairs.py
 OF_OTHERS = torch.tensor([-20.0, -30.0, -19.0, -33.0])
 PAIRS = [
     (o, t) for o in objectives if find_objective(o).pairs for t in find_objective(o).loss_types

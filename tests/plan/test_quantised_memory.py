@@ -139,7 +139,8 @@ def test_int8s_forward_gains_from_int8_products_and_pays_for_casts():
     fast = predict_step(setting)
     assert fast.forward < slow.forward
     assert fast.backward == slow.backward
-    uncoded = predict_step(setting._replace(layout=layout._replace(eight=0.0, packed=0.0)))
+    plain = layout._replace(numbers=layout.numbers._replace(eight=0.0, packed=0.0))
+    uncoded = predict_step(setting._replace(layout=plain))
     assert uncoded.forward < slow.forward
 
 

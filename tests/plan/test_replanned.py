@@ -43,6 +43,7 @@ def test_each_lever_typed_as_printed_gives_its_bytes_and_seconds(case):
         assert given.memory.device_total == lever.device_total
         assert (given.memory.verdict == "fits") == lever.fits
         assert given.label == lever.label
+        assert bool(lever.mesh) == (given.recipe.parallel != plan.recipe.parallel)
         if plan.time.step_seconds is not None:
             ratio = given.time.step_seconds / plan.time.step_seconds
             assert ratio == pytest.approx(lever.relative_time, rel=1e-9)

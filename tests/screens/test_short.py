@@ -177,3 +177,11 @@ def test_a_lever_that_another_one_beats_in_bytes_and_time_is_left_to_why():
     apart = show(replace(plan, levers=(exact, inexact)))  # neither is the better in all
     assert "--batch 3" in apart
     assert "--batch 5" in apart
+
+
+def test_a_lever_whose_plan_is_on_another_mesh_says_so():
+    plan = made.plan()
+    lever = replace(plan.levers[0], device_total=GIB, relative_time=0.9, fits=True)
+    on = replace(lever, mesh="2 shards x 4 to a product")
+    assert "time, on 2 shards x 4 to a product" in show(replace(plan, levers=(on,)))
+    assert " to a product" not in show(replace(plan, levers=(lever,)))

@@ -137,7 +137,9 @@ def test_casts_without_a_compiler_take_more_time_than_fused_ones():
     recipe = recipe_of()
     totals = sum_up(find_adapter(recipe).adapt(read_model(recipe.model), recipe))
     ours = find_setting(totals, recipe, H100)
-    fused = ours._replace(layout=ours.layout._replace(narrow=1.0, recast=0.0))
+    fused = ours._replace(
+        layout=ours.layout._replace(numbers=ours.layout.numbers._replace(narrow=1.0, recast=0.0))
+    )
     assert around(ours).casts == pytest.approx(11 * around(fused).casts)
     weights = sum(totals.dense) / 3
     assert around(ours).unpacking > 33 * weights / H100.bandwidth

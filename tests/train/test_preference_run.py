@@ -412,13 +412,6 @@ def test_a_request_that_cannot_be_is_refused(changes, said):
         api.predict(request) if request.framework != "memfit" else api.plan(request)
 
 
-def test_ranks_that_share_rows_are_refused():
-    recipe = recipe_of(BEFORE)
-    many = replace(recipe, parallel=replace(recipe.parallel, cp=2))
-    with pytest.raises(InvalidRequest, match="not built for"):
-        build_model(many, "meta")
-
-
 def test_a_plan_of_pairs_on_many_devices_cuts_the_model_among_them():
     many = planned(
         method="lora", hardware=Hardware(device="h100-sxm", count=2), precision="bf16",

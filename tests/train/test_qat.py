@@ -212,7 +212,13 @@ def test_where_it_cannot_be_it_is_refused(changes, said):
     ("changes", "said"),
     [
         ({"method": "lora", "lora": Lora(rank=2, alpha=2.0, targets=("q_proj",))}, "method: lora"),
-        ({"parallel": Parallel(tp=2, sequence_parallel=True)}, "of a row, which is cut"),
+        (
+            {
+                "parallel": Parallel(tp=2, sequence_parallel=True),
+                "config": {**WIDE, "vocab_size": 96},
+            },
+            "groups of 32 inputs of the output projection",
+        ),
         ({"lean": ("norm",)}, "lean: norm"),
         ({"config": CONFIGS["llama"]}, "have 80 weights"),
     ],
@@ -223,7 +229,7 @@ def test_the_trainer_refuses_the_same(changes, said):
 
 
 def divide_by_the_largest_code(patch):
-    def rounded(weight, kind):
+    def rounded(weight, kind, group=None):
         groups = weight.view(weight.shape[0], -1, 32 if kind == "int4" else weight.shape[1])
         most = 2 ** (qat.BITS[kind] - 1) - 1
         scale = groups.abs().amax(-1, keepdim=True) / most
@@ -234,7 +240,7 @@ def divide_by_the_largest_code(patch):
 
 def stop_the_gradient(patch):
     patch.setattr(
-        qat._Rounded, "backward", staticmethod(lambda ctx, *g: (torch.zeros_like(g[0]), None))
+        qat._Rounded, "backward", staticmethod(lambda ctx, *g: (torch.zeros_like(g[0]), None, None))
     )
 
 

@@ -103,6 +103,7 @@ class Considered(Record, frozen=True, kw_only=True):
     fits: bool
     chosen: bool
     because: str
+    mesh: str = ""  # of a lever whose plan cuts the model otherwise: how, in words
 
 
 class WayOut(Record, frozen=True, kw_only=True):

@@ -280,12 +280,13 @@ def _show_levers(console: Console, plan: Plan) -> None:
         saved = _needs(row) - own
         if miss and saved >= 0:
             continue
+        on = f"on {row.mesh}" if row.mesh else ""
         table.add_row(
             between.join(set_words(row.changes)),
             ("+" if saved > 0 else "-" if saved < 0 else "") + units.show_bytes(abs(saved)),
             f"{row.relative_time - 1:+.1%}",
             "yes" if row.fits else "no",
-            plain(console, row.because),
+            plain(console, "; ".join(note for note in (row.because, on) if note)),
         )
     if not table.rows:
         say(console, "no single knob lowers the peak", indent=INDENT)

@@ -209,7 +209,8 @@ def _describe_levers(plan: Plan, few: int) -> list[str]:
         change = row.relative_time - 1
         time = "as fast" if abs(change) < MATTERS / 10 else f"{change:+.1%} time"
         mark = "*" if is_inexact(row) else " "
-        fits = "" if row.fits else ", does not fit"
+        fits = f", on {row.mesh}" if row.mesh else ""
+        fits += "" if row.fits else ", does not fit"
         lines.append(f"{name.ljust(width)} {mark} {nbytes.rjust(11)}, {time}{fits}")
     return lines
 

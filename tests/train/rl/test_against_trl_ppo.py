@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from neighbour_programs import run_with_older
-from neighbours.given_ppo import CASES, LENGTHS, fingerprint, make_answers, ours
+from other_trainers.given_ppo import CASES, LENGTHS, fingerprint, make_answers, ours
 
 RECORDED = json.loads((Path(__file__).parent / "trl_ppo.json").read_text())
 

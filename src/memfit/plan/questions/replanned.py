@@ -16,7 +16,7 @@ from memfit.core.errors import Error
 from memfit.objectives import find_objective
 from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Framework
-from memfit.plan.request.meshes import divisors
+from memfit.plan.request.meshes import describe_mesh, divisors
 from memfit.plan.request.problem import Problem
 from memfit.plan.search.choice import Choice, Found
 from memfit.plan.search.levers import head_extra
@@ -124,6 +124,7 @@ def describe_lever(
     memory = plan.memory
     assert memory.peak_allocated is not None  # what was searched has bytes
     ratio = other.seconds(device) / chosen.seconds(device)
+    mesh, same = other.recipe.parallel, chosen.recipe.parallel
     return Considered(
         label=plan.label,
         changes=changes,
@@ -134,6 +135,7 @@ def describe_lever(
         fits=memory.verdict == "fits" or memory.usable is None,
         chosen=False,
         because=_reason(plan, ratio, other.recipe, chosen.recipe),
+        mesh="" if mesh == same else describe_mesh(mesh),
     )
 
 

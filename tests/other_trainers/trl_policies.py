@@ -26,7 +26,7 @@ from memfit.train.rl.advantages import (
 from memfit.train.rl.policy_loss import Answers, Counts
 from memfit.train.rl.rows import answer_mask, lay_out
 from memfit.train.step.step import answer_log_probs, step
-from neighbours.shared import END, LONGEST, PAD, largest, make_tokenizer
+from other_trainers.shared import END, LONGEST, PAD, largest, make_tokenizer
 from tiny_models import VOCAB, gradients_in, make_built, make_recipe
 
 GROUP, GROUPS = 4, 2

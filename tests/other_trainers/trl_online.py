@@ -21,8 +21,8 @@ from memfit.train.rl.advantages import find_judged_pairs, order_pairs, sum_rewar
 from memfit.train.rl.policy_loss import Answers, Counts, name_sums
 from memfit.train.rl.rows import answer_mask, lay_out
 from memfit.train.step.step import answer_log_probs, step
-from neighbours.shared import END, LONGEST, PAD, largest, make_tokenizer
-from neighbours.trl_policies import make_weights
+from other_trainers.shared import END, LONGEST, PAD, largest, make_tokenizer
+from other_trainers.trl_policies import make_weights
 from tiny_models import VOCAB, gradients_in, make_built, make_recipe
 
 PROMPTS = [[5, 6, 7], [8, 9, 3, 4, 6], [7], [3, 9]]

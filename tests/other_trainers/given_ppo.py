@@ -20,7 +20,7 @@ from memfit.train.rl.rehearsal import Constant
 from memfit.train.rl.rewards.process import Judged
 from memfit.train.rl.rollout import Prompt, Sampling
 from memfit.train.step.build import Built
-from neighbours.shared import END, LONGEST
+from other_trainers.shared import END, LONGEST
 from tiny_models import VOCAB, make_built, make_recipe
 
 PROMPTS = ([5, 6, 7], [8, 9, 3, 4, 6], [7], [3, 9], [4, 4, 8, 6], [9, 8], [6], [3, 4, 5])

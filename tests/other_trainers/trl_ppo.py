@@ -23,7 +23,7 @@ from transformers import (
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
-from neighbours.given_ppo import (
+from other_trainers.given_ppo import (
     CASES,
     LENGTHS,
     PROMPTS,
@@ -35,7 +35,7 @@ from neighbours.given_ppo import (
     make_answers,
     ours,
 )
-from neighbours.shared import LONGEST, PAD, largest, make_tokenizer
+from other_trainers.shared import LONGEST, PAD, largest, make_tokenizer
 from tiny_models import make_recipe
 
 
