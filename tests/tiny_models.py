@@ -182,3 +182,21 @@ def textbook(
     loss = model(input_ids=batch.input_ids, labels=labels, use_cache=False).loss
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def start_adapters(built, make_values):
+    """Give LoRA's second factors, which start at zero, `make_values` of each parameter.
+
+    The policy and the reference differ then. Returns `built`.
+    """
+    for name, parameter in built.model.named_parameters():
+        if ".lora_B." in name:
+            parameter.copy_(make_values(parameter))
+    return built
+
+
+def start_adapters_at_random(built, seed, scale):
+    """See `start_adapters`: normal values of a seed, in the order of the parameters."""
+    random = torch.Generator().manual_seed(seed)
+    return start_adapters(built, lambda p: scale * torch.randn(p.shape, generator=random))

@@ -18,7 +18,7 @@ from memfit.records.recipe import Lora, Preference
 from memfit.train.step.build import build_model
 from memfit.train.step.preference import Rewards, judge, row_log_probs
 from memfit.train.step.step import Batch, evaluate, log_probs, step
-from tiny_models import VOCAB, gradients_in, make_built, make_recipe
+from tiny_models import VOCAB, gradients_in, make_built, make_recipe, start_adapters_at_random
 
 BETA = 0.3
 OFF = Preference(beta=BETA, reference="adapter-off")
@@ -46,13 +46,7 @@ def make_pairs(rows=4, tokens=16, seed=0):
 
 def make_trained(recipe):
     """Adapters away from their zero start, so that policy and reference differ."""
-    built = make_built(recipe)
-    random = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in built.model.named_parameters():
-            if ".lora_B." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
-    return built
+    return start_adapters_at_random(make_built(recipe), 5, 0.3)
 
 
 def textbook_log_probs(model, batch):

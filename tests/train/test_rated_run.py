@@ -28,7 +28,7 @@ from memfit.train.step import reference_log_probs as reference_of
 from memfit.train.step.preference import Rewards
 from memfit.train.step.reference_log_probs import FILE
 from memfit.train.step.step import Batch, RatedBatch, evaluate, log_probs, step
-from tiny_models import make_built, make_recipe
+from tiny_models import make_built, make_recipe, start_adapters_at_random
 
 OFF = Preference(beta=0.1, loss_type="kto", desirable=1.0, undesirable=1.0, reference="adapter-off")
 BEFORE = replace(OFF, reference="precomputed")
@@ -201,13 +201,7 @@ def make_answers(rows=4, tokens=16):
 
 
 def make_trained(recipe):
-    built = make_built(recipe)
-    random = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in built.model.named_parameters():
-            if ".lora_B." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
-    return built
+    return start_adapters_at_random(make_built(recipe), 5, 0.3)
 
 
 @pytest.mark.parametrize("cut", [{}, {"loss": "chunked", "loss_chunk": 12}], ids=str)

@@ -15,7 +15,7 @@ from memfit.train.rl.rollout import Prompt, Sampling
 from memfit.train.rl.rows import lay_out
 from memfit.train.rl.sampling import sample_in_slots
 from memfit.train.step.step import answer_log_probs
-from tiny_models import make_built, make_recipe
+from tiny_models import make_built, make_recipe, start_adapters_at_random
 
 ITERATIONS, ROWS, END = 100, 8, 1
 ROLLOUT = Rollout(max_prompt_length=5, max_completion_length=5, rows=4)
@@ -44,12 +44,7 @@ def make(objective, **changes):
         "llama", method="lora", objective=objective, micro_batch=4, accumulation=ROWS // 4,
         sequence_length=rollout.width, rollout=rollout, policy=policy, **changes,
     )  # fmt: skip
-    built = make_built(recipe)
-    random = torch.Generator().manual_seed(2)
-    with torch.no_grad():  # adapters away from their zero start
-        for name, parameter in built.model.named_parameters():
-            if ".lora_B." in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+    built = start_adapters_at_random(make_built(recipe), 2, 0.1)
     prompts = [Prompt([n + 3, n + 4, 2][: 2 + n % 2], {"prompt": str(n)}) for n in range(ROWS)]
     judges = Judges(RewardSettings(funcs=("number",)), start=Even)
     sampling = Sampling(

@@ -22,7 +22,7 @@ from memfit.train.rl.rollout import Prompt, Sampling, choose_prompts, keep_short
 from memfit.train.rl.rows import lay_out
 from memfit.train.rl.sampling import sample_in_slots
 from memfit.train.step.step import answer_log_probs
-from tiny_models import hugging_face, make_built, make_recipe
+from tiny_models import hugging_face, make_built, make_recipe, start_adapters
 from typed_commands import quick
 
 BENCH = Path(__file__).parents[3] / "bench" / "rl_learns.py"
@@ -66,12 +66,7 @@ def make(tmp_path):
 
 def built_for(**changes):
     recipe = make_recipe("llama", micro_batch=4, accumulation=2, **changes)
-    built = make_built(recipe)
-    with torch.no_grad():  # adapters away from their zero start
-        for name, parameter in built.model.named_parameters():
-            if ".lora_B." in name:
-                parameter.copy_(0.1 * torch.ones_like(parameter))
-    return built
+    return start_adapters(make_built(recipe), lambda p: 0.1 * torch.ones_like(p))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt_neox"])

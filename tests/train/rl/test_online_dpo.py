@@ -18,7 +18,7 @@ from memfit.train.rl.rollout import Prompt, Sampling, roll_out
 from memfit.train.rl.rows import lay_out
 from memfit.train.rl.sampling import sample_in_slots
 from neighbour_programs import run_program
-from tiny_models import gradients_in, make_built, make_recipe
+from tiny_models import gradients_in, make_built, make_recipe, start_adapters_at_random
 
 CASES = (
     "sigmoid", "ipo", "beta", "missing end", "two functions", "all equal", "chunked",
@@ -155,13 +155,7 @@ def built_for(micro_batch=4, **changes):
     recipe = make_recipe(
         "llama", micro_batch=micro_batch, accumulation=8 // micro_batch, method="lora", **changes
     )
-    built = make_built(recipe)
-    random = torch.Generator().manual_seed(2)
-    with torch.no_grad():  # adapters away from their zero start
-        for name, parameter in built.model.named_parameters():
-            if ".lora_B." in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
-    return built
+    return start_adapters_at_random(make_built(recipe), 2, 0.1)
 
 
 @torch.no_grad()

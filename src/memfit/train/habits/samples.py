@@ -21,7 +21,7 @@ from memfit.records.recipe import Recipe
 from memfit.records.shapes import RowBounds
 from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.data.tokens import Corpus
-from memfit.train.habits.metrics import refuse_cut_logits
+from memfit.train.habits.next_tokens import check_next_tokens
 from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.step.build import Built
 from memfit.train.step.loss import IGNORE
@@ -123,17 +123,11 @@ def check_samples(recipe: Recipe, run: RunRequest, *, held_out: bool) -> None:
     """Raise InvalidRequest, before the first step, where nothing can be answered."""
     if not run.samples:
         return
-    key = f"`run.samples: {run.samples}`"
-    if not held_out:
-        raise InvalidRequest(
-            f"{key} answers held-out prompts, and `task.evaluation` names no held-out data",
-            hint="set `task.evaluation`, a file or folder",
-        )
-    if recipe.prefers or recipe.rates or recipe.samples or recipe.scores:
-        raise InvalidRequest(
-            f"{key} begins answers as held-out rows begin, and `objective: {recipe.objective}` has"
-            " no such rows",
-            hint="leave it out"
-            + (": the log has answers of every rollout" if recipe.samples else ""),
-        )
-    refuse_cut_logits(recipe, key)
+    check_next_tokens(
+        recipe, f"`run.samples: {run.samples}`", held_out=held_out,
+        reads="answers held-out prompts",
+        objection=f"begins answers as held-out rows begin, and `objective: {recipe.objective}` has"
+        " no such rows",
+        hint="leave it out"
+        + (": the log has answers of every rollout" if recipe.samples else ""),
+    )  # fmt: skip

@@ -23,6 +23,7 @@ from memfit.core.registry import Registry
 from memfit.records.recipe import Recipe
 from memfit.train.data.packing import Array
 from memfit.train.distributed.ranks import Ranks
+from memfit.train.habits.next_tokens import check_next_tokens
 from memfit.train.habits.own_functions import find_function
 from memfit.train.step.loss import IGNORE
 
@@ -167,26 +168,10 @@ def check_metrics(recipe: Recipe, names: Sequence[str], *, held_out: bool) -> No
     """Raise InvalidRequest, before the first step, where there is nothing to compute with."""
     if not names:
         return
-    shown = ", ".join(names)
-    if not held_out:
-        raise InvalidRequest(
-            f"`{KEY}: [{shown}]` is of evaluations, and `task.evaluation` names no held-out data",
-            hint="set `task.evaluation`, a file or folder",
-        )
-    if recipe.prefers or recipe.rates or recipe.samples or recipe.scores:
-        raise InvalidRequest(
-            f"`{KEY}: [{shown}]` is of predicted tokens, and `objective: {recipe.objective}`"
-            " predicts none of its held-out rows",
-            hint="leave it out: an evaluation has figures of its own, such as `reward_accuracy`",
-        )
-    refuse_cut_logits(recipe, f"`{KEY}: [{shown}]`")
-
-
-def refuse_cut_logits(recipe: Recipe, key: str) -> None:
-    """Raise InvalidRequest where no rank has all logits of a row."""
-    for axis in ("tp", "cp", "pp"):
-        if (size := getattr(recipe.parallel, axis)) > 1:
-            raise InvalidRequest(
-                f"{key}: with `parallel.{axis}: {size}` no rank has the logits of whole rows",
-                hint=f"use `parallel.{axis}: 1`, or leave it out and look at saved checkpoints",
-            )
+    check_next_tokens(
+        recipe, f"`{KEY}: [{', '.join(names)}]`", held_out=held_out,
+        reads="is of evaluations",
+        objection=f"is of predicted tokens, and `objective: {recipe.objective}`"
+        " predicts none of its held-out rows",
+        hint="leave it out: an evaluation has figures of its own, such as `reward_accuracy`",
+    )  # fmt: skip
