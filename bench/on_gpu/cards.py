@@ -11,7 +11,7 @@ from typing import Any
 from gpu_grid import TINY
 
 from on_gpu.paths import ROOT
-from on_gpu.recipes import BNB, COMMON, SMALL, rehearse, three
+from on_gpu.recipes import BNB, COMMON, PAGES, SMALL, rehearse, three
 from on_gpu.rows import Place, Row, Unit
 
 RECIPES = ROOT / "recipes"
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[tuple[str, ...], str, Any]] = {
 def list_units(place: Place) -> list[Unit]:
     if place.rehearsal:
         return [Unit("tiny, 2 GiB", 240.0)]
-    return [Unit(name, 240.0, needs) for name, (needs, _, _) in CASES.items()]
+    return [Unit(name, 240.0, needs, PAGES) for name, (needs, _, _) in CASES.items()]
 
 
 def measure(name: str, place: Place) -> Row:
@@ -59,9 +59,11 @@ def measure(name: str, place: Place) -> Row:
 
     _, card, asked = CASES[name]
     if isinstance(asked, str):
-        request = api.change(api.read(RECIPES / f"{asked}.yaml"), {"weights": "random"})
+        changes = {"weights": "random", "allocator": PAGES}
+        request = api.change(api.read(RECIPES / f"{asked}.yaml"), changes)
     else:
-        request = _read(asked["model"], card, {k: v for k, v in asked.items() if k != "model"})
+        changes = {k: v for k, v in asked.items() if k != "model"} | {"allocator": PAGES}
+        request = _read(asked["model"], card, changes)
     plan = api.plan(request, levers=False)
     row: Row = {"card": card, "verdict": plan.memory.verdict, "predicted": three(plan.memory)}
     usable, context = plan.memory.usable, _context(plan)

@@ -103,7 +103,10 @@ TWINS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
 
 def list_units(place: Place) -> list[Unit]:
     cases = TWINS if place.rehearsal else CASES
-    return [Unit(name, 240.0, needs) for name, (_, needs, _) in cases.items()]
+    return [
+        Unit(name, 240.0, needs, changes.get("allocator", ""))
+        for name, (_, needs, changes) in cases.items()
+    ]
 
 
 def make_plan(model: Any, changes: Mapping[str, Any], device: str) -> Any:

@@ -34,6 +34,7 @@ class Unit(NamedTuple):
     name: str
     seconds: float = 180.0  # after which it is stopped, and its row says so
     needs: tuple[str, ...] = ()  # libraries without which it is skipped by name
+    allocator: str = ""  # settings that its process starts with, as some libraries start CUDA early
 
 
 def key_of(row: Row) -> Key:

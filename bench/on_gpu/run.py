@@ -29,11 +29,12 @@ from on_gpu.rows import LANDED, Key, Place, Row, Rows, Unit, key_of
 from on_gpu.slices import MOST_MINUTES, NAMES, SLICES, Slice, list_units, missing
 from on_gpu.worker import Worker, serve
 
+SPARE = 2  # processes that import while another measures
 PLANNED = 25.0  # minutes, of which `Slice.minutes` are shares
 ASK = """
 import json, sys
 import torch
-from memfit.train.machine import describe_environment
+from memfit.train.run.machine import describe_environment
 if not torch.cuda.is_available():
     sys.exit("torch finds no CUDA device")
 found = describe_environment(torch.device("cuda"))
@@ -166,12 +167,13 @@ class Run:
         self._done: set[Key] = set()  # in this run: skipped or failed, they are not tried twice
         self._stop = time.monotonic() + 60 * asked.minutes
         self._worker: Worker | None = None
-        self._spare: Worker | None = None
+        self._spare: list[Worker] = []  # with the allocator as it is by default
 
     def all(self) -> int:
         """Each slice within its share, then each within what is left; 0 when nothing is left."""
         chosen = [one for one in SLICES if one.name in self._asked.slice]
         used = dict.fromkeys(chosen, 0.0)
+        ahead = self._certify_ahead(chosen)
         left = 0
         try:
             for turn in (1, 2):
@@ -183,9 +185,22 @@ class Run:
                     self._end_workers(only_used=True)
         finally:
             self._end_workers()
+            if ahead is not None:
+                os.killpg(ahead.pid, signal.SIGKILL)
+                ahead.wait()
         done = "every unit has its row" if not left else f"{left} units are left; run it again"
         self._say(f"{done}: {self._rows.path}")
         return 0
+
+    def _certify_ahead(self, chosen: list[Slice]) -> subprocess.Popen[bytes] | None:
+        """A process that makes the recipes' certificates meanwhile; it sees no GPU."""
+        if self._place.rehearsal or all(one.name != "recipes" for one in chosen):
+            return None
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "on_gpu.ahead", self._place.row],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
 
     def _end(self, one: Slice, turn: int, used: float, chosen: list[Slice]) -> float:
         """When the slice must stop, on the monotonic clock."""
@@ -211,11 +226,10 @@ class Run:
     def _unit(self, one: Slice, unit: Unit, end: float) -> bool:
         """Whether the unit has its row now; it has none where only the run's time was over."""
         self._say(f"{one.name}: {unit.name} …")
-        worker = self._worker or self._spare or Worker(self._place)
-        self._worker, self._spare = worker, None
+        worker = self._hire(unit.allocator)
         alone = one.alone and not self._place.rehearsal
-        if alone:
-            self._spare = Worker(self._place)  # imports while the other one measures
+        while alone and len(self._spare) < SPARE:
+            self._spare.append(Worker(self._place))  # imports while the other one measures
         start = time.monotonic()
         allowed = min(unit.seconds, end - start)
         found = worker.measure(one.name, unit.name, allowed)
@@ -233,6 +247,16 @@ class Run:
         self._add(head | found | {"seconds": round(time.monotonic() - start, 1)})
         return True
 
+    def _hire(self, allocator: str) -> Worker:
+        """A process whose allocator has these settings: the running one, one that waits, or new."""
+        if self._worker is not None and self._worker.allocator != allocator:
+            self._worker.end()
+            self._worker = None
+        if self._worker is None:
+            waits = self._spare and not allocator
+            self._worker = self._spare.pop(0) if waits else Worker(self._place, allocator)
+        return self._worker
+
     def _add(self, row: Row) -> None:
         row |= {"device": self._place.row, "environment": self._environment}
         if self._place.rehearsal:
@@ -249,6 +273,5 @@ class Run:
         if self._worker is not None and not (only_used and self._place.rehearsal):
             self._worker.end()
             self._worker = None
-        if self._spare is not None and not only_used:
-            self._spare.end()
-            self._spare = None
+        while self._spare and not only_used:
+            self._spare.pop().end()

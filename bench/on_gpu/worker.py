@@ -45,13 +45,15 @@ def _load() -> None:
 class Worker:
     """A measuring process as its parent sees it."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, allocator: str = "") -> None:
+        self.allocator = allocator
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until `end`)
         command = [sys.executable, "-W", "ignore", str(_entry()), "--worker", "--device"]
         self._process = subprocess.Popen(
             [*command, place.device, "--row", place.row, "--out", str(place.out)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
             start_new_session=True,
+            env=os.environ | ({"PYTORCH_CUDA_ALLOC_CONF": allocator} if allocator else {}),
         )  # fmt: skip
 
     def measure(self, slice_name: str, unit: str, seconds: float) -> Row | str | None:

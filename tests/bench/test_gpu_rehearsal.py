@@ -14,11 +14,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 from on_gpu import join, marked, pack, paths, recordings, run  # noqa: E402
-from on_gpu.rows import Place, Rows, read_rows  # noqa: E402
+from on_gpu.rows import Place, Rows, Unit, read_rows  # noqa: E402
 from on_gpu.slices import NAMES  # noqa: E402
 
 COMMAND = [sys.executable, "-W", "ignore", str(ROOT / "bench" / "on_gpu"), "--device", "cpu"]
@@ -123,8 +124,8 @@ def test_a_row_that_was_cut_is_measured_again_and_what_was_skipped_is_tried_agai
 class Broken:
     """A worker that crashes, hangs, or has no time left, by the unit's name."""
 
-    def __init__(self, place):
-        pass
+    def __init__(self, place, allocator=""):
+        self.allocator = allocator
 
     def measure(self, slice_name, unit, seconds):
         return {"small, native": "signal 9: it died", "edges, native": None}.get(unit, {"x": 1})
@@ -168,6 +169,28 @@ def test_no_time_and_no_gpu_are_told_of_with_a_hint(tmp_path, monkeypatch, capsy
 def entry(action, address, size, line=0):
     frames = [{"filename": "/x/memfit/train/step.py", "line": line, "name": "step"}]
     return {"action": action, "addr": address, "size": size, "frames": frames}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_program_that_asks_for_a_gpu_starts():
+    assert run._ask("cuda") == "torch finds no CUDA device"
+
+
+def test_a_unit_runs_in_a_process_whose_allocator_has_its_settings(tmp_path, monkeypatch):
+    """Settings are those a process starts with: bitsandbytes starts CUDA when it is imported."""
+    hired = []
+
+    class Noted(Broken):
+        def measure(self, slice_name, unit, seconds):
+            hired.append((unit, self.allocator))
+            return {"x": 1}
+
+    units = [Unit("a"), Unit("b", allocator="expandable_segments:True"), Unit("c")]
+    monkeypatch.setattr(run, "Worker", Noted)
+    monkeypatch.setattr(run, "list_units", lambda one, place: units)
+    monkeypatch.setattr(run.paths, "prepare", list)
+    assert run.main(["--device", "cpu", "--slice", "grid", "--out", str(tmp_path)]) == 0
+    assert hired == [("a", ""), ("b", "expandable_segments:True"), ("c", "")]
 
 
 def test_a_history_is_joined_with_a_certificate_by_bytes():

@@ -147,6 +147,21 @@ def test_cudas_peaks_are_the_highest_of_all_phases(monkeypatch: pytest.MonkeyPat
     assert found["memory.outside_allocator"] == GIB + MIB
 
 
+def test_what_comes_after_the_phases_counts_towards_the_peak_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counters = Counters(monkeypatch)
+    meter = Meter(torch.device("cuda", 0))
+    meter._enter(Phase.LOAD)
+    counters.reach(100 * MIB, 120 * MIB)
+    meter.leave()
+    counters.reach(700 * MIB, 800 * MIB)
+    found = {name: m.value for name, m in meter.measurements().items()}
+    assert meter.peaks == {Phase.LOAD: 100 * MIB}
+    assert found["memory.peak_allocated"] == 700 * MIB
+    assert found["memory.peak_reserved"] == 800 * MIB
+
+
 def test_a_measured_figure_names_the_allocator_and_the_driver(
     plain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ class Effort(NamedTuple):
 CUDA = Effort(
     sides=(128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384),
     lengths=(512, 1024, 2048, 4096, 8192, 16384),
-    copies=tuple(MIB << n for n in range(11)), repeats=7, least=0.1,
+    copies=tuple(MIB << n for n in range(11)), repeats=5, least=0.05,
 )  # fmt: skip
 CPU = Effort(
     sides=(64, 128, 256, 512, 1024, 1536, 2048), lengths=(128, 256, 512, 1024),
@@ -92,7 +92,7 @@ def measure(
     say: Say = lambda _: None,
     parts: Sequence[str] = PARTS,
 ) -> Measured:
-    """Everything that this device can do: about two minutes; quick: about five seconds.
+    """Everything that this device can do: about a minute; quick: about five seconds.
 
     quick: few sizes, each measured briefly, to try it out. parts: only those of `PARTS`. Needs a
     device that does nothing else.

@@ -92,12 +92,14 @@ class Meter:
         self._phase = Phase.LOAD
         self._cuda = device.type == "cuda"
         self._reserved = self._used = self._outside = 0  # highest so far, CUDA only
+        self._between = False  # whether what runs belongs to no phase
+        self._beside = 0  # highest of what belonged to none, CUDA only
         self.failed: Alive | None = None  # what was alive when watched work failed
 
     @property
     def peak(self) -> int:
         """The largest of all instants, bytes."""
-        return max(self.peaks.values(), default=0)
+        return max(self._beside, *self.peaks.values(), 0)
 
     @property
     def phase(self) -> Phase:
@@ -119,6 +121,11 @@ class Meter:
         """What was alive at each phase's own peak."""
         entries = (e for phase in Phase for e in self._entries.get(phase, (0, ()))[1])
         return Ledger(entries=tuple(entries))
+
+    def leave(self) -> None:
+        """The running phase is over; what follows counts towards the peak and to no phase."""
+        self._enter(self._phase)
+        self._between = True
 
     def watch_load(self, model: nn.Module, work: Callable[[], None]) -> None:
         """Run what fills a model; its peak belongs to the phase `load`."""
@@ -283,14 +290,17 @@ class Meter:
         """CUDA: what the allocator reached since the last phase began belongs to that phase."""
         if self._cuda:
             reached = torch.cuda.max_memory_allocated(self.device)
-            self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), reached)
+            if self._between:
+                self._beside = max(self._beside, reached)
+            else:
+                self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), reached)
             self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self.device))
             torch.cuda.reset_peak_memory_stats(self.device)
             free, total = torch.cuda.mem_get_info(self.device)
             self._used = max(self._used, total - free)
             held = torch.cuda.memory_reserved(self.device)
             self._outside = max(self._outside, total - free - held)
-        self._phase = phase
+        self._phase, self._between = phase, False
 
     def _merge(self, live: LiveBytes) -> None:
         held = live.ledger()
@@ -453,6 +463,7 @@ def _measure(recipe: Recipe, meter: Meter, steps: int) -> Measured:
     micro = synthetic_micro(recipe, read_model(recipe.model).architecture.vocab)
     model = meter.rehearse(recipe, [micro])
     meter.watch_load(model, lambda: fill_weights(model, recipe))
+    meter.leave()  # the timed steps' peaks are not those of filling the weights
     built = Built(recipe, model, build_optimizer(recipe, model))
     micros = [micro] * recipe.accumulation
     run_step(built, micros)
