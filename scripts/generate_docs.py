@@ -4,9 +4,9 @@ framework's file declares, docs/techniques.md and docs/numerics.md, from the .to
 docs/notebook.ipynb, whose cells are run, docs/answer.svg, which is a real screen, docs/trust.md and
 README's figures,
 docs/peers.md, docs/ladder.md, docs/founding.md and docs/scaling.md with their pictures, from
-bench/results, docs/gpu.md, from what `make gpu` measured, the table of layers in
-docs/ARCHITECTURE.md, the indexes of tests, bench and scripts, and docs/accuracy.md with its plot
-and figures, from the corpus.
+bench/results, docs/gpu.md, from what `make gpu` measured, NOTICES.md, from what a wheel contains
+of others, the table of layers in docs/ARCHITECTURE.md, the indexes of tests, bench and scripts, and
+docs/accuracy.md with its plot and figures, from the corpus.
 
 `--check` writes nothing and exits 1 when a file is not what would be written.
 """
@@ -29,6 +29,7 @@ import index_pages
 import ladder_page
 import layers_table
 import notebook_page
+import notices_page
 import numerics_page
 import peers_page
 import refusals_page
@@ -134,6 +135,7 @@ def main() -> None:
         DOCS / "founding.svg": founding_page.picture(),
         DOCS / "numerics.md": numerics_page.page(),
         notebook_page.PAGE: notebook_page.page(),
+        notices_page.PAGE: notices_page.page(),
         DOCS / "peers.md": peers_page.page(),
         DOCS / "gpu.md": gpu_page.page(found),
         DOCS / "refusals.md": refusals_page.page(),

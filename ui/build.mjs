@@ -2,7 +2,7 @@
 // The head of each file says of which sources it is, so that a stale one is found without Node.
 import { createHash } from "node:crypto";
 import { cpSync, mkdirSync, readFileSync, readdirSync, writeFileSync } from "node:fs";
-import { dirname, join } from "node:path";
+import { dirname, join, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 import { build } from "esbuild";
 
@@ -19,7 +19,8 @@ for (const name of sources) digest.update(`${name}\0`).update(readFileSync(join(
 const head = `/* memfit's page, built from ui/ ${digest.digest("hex")} */`;
 
 mkdirSync(out, { recursive: true });
-await build({
+const script = await build({
+  metafile: true,
   entryPoints: { app: join(here, "src/main.tsx") },
   bundle: true,
   minify: true,
@@ -32,12 +33,27 @@ await build({
   outdir: out,
   absWorkingDir: here,
 });
-await build({
+const style = await build({
+  metafile: true,
   entryPoints: { app: join(here, "src/app.css") },
   minify: true,
   banner: { css: head },
   outdir: out,
   absWorkingDir: here,
 });
+
+// The licence of every package that esbuild has taken a file of.
+const folders = new Set();
+for (const file of [...Object.keys(script.metafile.inputs), ...Object.keys(style.metafile.inputs)]) {
+  const found = file.match(/^(.*node_modules\/(?:@[^/]+\/)?[^/]+)\//);
+  if (found) folders.add(resolve(here, found[1]));
+}
+const licences = [...folders].sort().map((folder) => {
+  const { name, version, license } = JSON.parse(readFileSync(join(folder, "package.json"), "utf8"));
+  const text = readFileSync(join(folder, "LICENSE"), "utf8").trim();
+  return `${name} ${version} (${license})\n\n${text}\n`;
+});
+writeFileSync(join(out, "licences.txt"), licences.join("\n\n"));
+
 for (const name of ["index.html", "icon.svg"]) cpSync(join(here, "src", name), join(out, name));
 writeFileSync(join(out, "README.md"), "Built from `ui/`; edit that, and build it again: `make page`.\n");

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -37,6 +38,22 @@ def test_the_shipped_page_is_what_the_sources_build_to(tmp_path):
     subprocess.run(["node", SOURCES / "build.mjs", tmp_path], check=True, capture_output=True)
     built = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert built == {path.name: path.read_bytes() for path in PAGE.iterdir()}
+
+
+def test_every_package_whose_code_is_in_the_page_is_named_with_its_licence():
+    """What the sources import, and what npm's lock file says of it; it needs no Node."""
+    texts = [path.read_text(encoding="utf-8") for path in (SOURCES / "src").glob("*.ts*")]
+    imported = {
+        name.split("/")[0] for text in texts for name in re.findall(r'from "([^."][^"]*)"', text)
+    }
+    locked = json.loads((SOURCES / "package-lock.json").read_text(encoding="utf-8"))["packages"]
+    licences = (PAGE / "licences.txt").read_text(encoding="utf-8")
+    assert imported
+    for name in imported:
+        row = locked[f"node_modules/{name}"]
+        assert f"{name} {row['version']} ({row['license']})\n" in licences
+    assert licences.count("Copyright") == len(imported)
+    assert licences in (ROOT / "NOTICES.md").read_text(encoding="utf-8"), "run `make docs`"
 
 
 def test_the_page_is_light():
