@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -15,11 +14,12 @@ from memfit.core.errors import InvalidRequest
 from memfit.core.wording import COLOURS, INKS, PHASES, VERDICTS
 from memfit.records.results import Plan
 from memfit.ui.asking import Pairs, read_changes, read_query
+from memfit.ui.turn import Turn
 
 CACHED = 512  # answers; a plan is about 30 kB
 DRAFTS = 8  # as objects, of which other answers are made
-# the planner keeps what it has worked out in tables of the process: one question at a time
-planning = threading.Lock()
+# fewer wait than the server has threads, so that what needs no planner is answered meanwhile
+planning = Turn(seconds=60, most=16)
 Query = Mapping[str, str]
 
 
@@ -68,7 +68,7 @@ def devices() -> bytes:
 @lru_cache(maxsize=CACHED)
 def plan(pairs: Pairs) -> bytes:
     """`memfit plan --json`."""
-    with planning:
+    with planning.taken():
         return encode(api.plan(read_query(pairs)))
 
 
@@ -80,14 +80,16 @@ def draft(pairs: Pairs) -> bytes:
 
 @lru_cache(maxsize=DRAFTS)
 def _draft(pairs: Pairs) -> Plan:
-    with planning:
+    with planning.taken():
         return api.plan(read_query(pairs), levers=False)
 
 
 @lru_cache(maxsize=CACHED)
 def pipeline(pairs: Pairs) -> bytes:
     """The pipeline of the plan, as `memfit predict --timeline` draws it; null without one."""
-    return encode(api.draw_pipeline(_draft(pairs)))
+    made = _draft(pairs)
+    with planning.taken():
+        return encode(api.draw_pipeline(made))
 
 
 @lru_cache(maxsize=CACHED)
@@ -100,7 +102,7 @@ def why_not(pairs: Pairs) -> bytes:
     changes = read_changes(changed)
     if not changes:
         raise InvalidRequest("nothing is asked about", hint="set a key: `why_not.micro_batch=8`")
-    with planning:
+    with planning.taken():
         return encode(api.why_not(read_query(stated), changes))
 
 
@@ -109,7 +111,7 @@ def compare(pairs: Pairs) -> bytes:
     """`memfit plan --devices A:8,B:64 --objective fastest`."""
     query = dict(pairs)
     offers, objective = query.pop("devices", ""), query.pop("objective", "") or "fastest"
-    with planning:
+    with planning.taken():
         return encode(api.compare(read_query(tuple(query.items())), offers, objective))
 
 
@@ -119,7 +121,7 @@ def export(pairs: Pairs) -> bytes:
     query = dict(pairs)
     target = query.pop("to", "")
     made = _draft(tuple(query.items()))
-    with planning:
+    with planning.taken():
         return encode(api.export(made, target))
 
 

@@ -28,6 +28,7 @@ from memfit.ui.guard import Guard
 from memfit.ui.job import Wanted
 from memfit.ui.jobs import Jobs
 from memfit.ui.patience import Patient
+from memfit.ui.turn import Busy
 
 HOST = "127.0.0.1"
 LONGEST = 2**16  # bytes of a request line: a pasted config.json stands in it
@@ -161,7 +162,7 @@ async def _remove_job(jobs: Jobs, request: Request) -> Response:
     return _json(answers.encode(await run_in_threadpool(jobs.remove, request.path_params["name"])))
 
 
-STATUS = ((DoesNotFit, 422), (NotCertified, 409))
+STATUS = ((DoesNotFit, 422), (NotCertified, 409), (Busy, 503))
 
 
 async def _explain(_: Request, error: Exception) -> Response:
