@@ -69,6 +69,10 @@ def test_what_the_encoding_lacks_becomes_a_question_mark():
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory ran out", 5),
         (OSError(errno.ENOSPC, "No space left on device", "/x/plan.json"),
          "cannot write `/x/plan.json`: No space left on device", 5),
+        (PermissionError(errno.EACCES, "Permission denied", "/x/plan.json"),
+         "this user may not use `/x/plan.json`: Permission denied", 2),
+        (OSError(errno.EROFS, "Read-only file system", "/x"), "may not use `/x`: Read-only", 2),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 400), "cannot use `xxx", 2),
         (OSError(errno.EIO, "Input/output error"), "this is a bug", 1),
     ],
 )  # fmt: skip

@@ -192,8 +192,9 @@ def test_a_conversation_without_an_answer_is_refused(chatty, tmp_path):
 
 def test_messages_without_a_chat_template_are_refused(tokenizer, tmp_path):
     data = write_lines(tmp_path / "c.jsonl", [{"messages": TALK}])
-    with pytest.raises(InvalidRequest, match=r"c.jsonl` line 1: .* has no chat template"):
+    with pytest.raises(InvalidRequest, match=r"c.jsonl` line 1: .* has no chat template") as error:
         read(data, tokenizer, tmp_path, "sft")
+    assert "--set task.chat_template=FILE.jinja" in error.value.hint
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path):

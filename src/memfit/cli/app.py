@@ -6,7 +6,6 @@ Exit codes: 0 ok or fits, 2 user error, 3 does not fit, 4 not certified, 5 the r
 
 from __future__ import annotations
 
-import errno
 import os
 import shlex
 from collections.abc import Callable
@@ -16,13 +15,11 @@ from itertools import takewhile
 import click
 
 from memfit import __version__
-from memfit.core.errors import Error, InvalidRequest, RunFailed
-from memfit.core.system.processes import is_shortage
-from memfit.core.system.reading import shorten
+from memfit.core.errors import Error, InvalidRequest
+from memfit.core.system.refused import explain_refusal
 from memfit.core.system.streams import guarded_output, in_lines, open_closed_streams
 
 INTERRUPTED = 130
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 EXTRAS = {
     "train": ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy"),
     "ui": ("starlette", "uvicorn"),
@@ -192,16 +189,9 @@ def _run(work: Callable[[], object]) -> int:
 
 
 def _say_system(error: Exception) -> int:
-    """What the system refused: memory, or room on a disk. Anything else is a bug."""
-    text = f"{type(error).__name__}: {error}"
-    if is_shortage(text):
-        hint = "stop what else holds memory, or raise this process's limit (`ulimit -v`)"
-        return _say(f"memory ran out ({shorten(text, 200)})", hint, RunFailed.exit_code)
-    if isinstance(error, OSError) and error.errno in FULL:
-        place = f"`{error.filename}`" if error.filename else "a file"
-        hint = "free space there and type the same command again"
-        return _say(f"cannot write {place}: {error.strerror}", hint, RunFailed.exit_code)
-    return _bug(error)
+    """What the system refused: memory, room on a disk, a right to a file. Anything else is a bug."""
+    refused = explain_refusal(error)
+    return _say(refused.message, refused.hint, refused.exit_code) if refused else _bug(error)
 
 
 def _read_code(code: object) -> int:

@@ -7,6 +7,7 @@ JSON Schema, at a fifth of pydantic's import time (the planner starts in about 0
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -79,12 +80,21 @@ def write_json(path: Path, record: object) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write beside the target, flush to disk, rename over it; on failure nothing is left behind."""
+    """Write beside the target, flush to disk, rename over it; on failure nothing is left behind.
+
+    Raises OSError, with the target's name, where the folder cannot be made or takes no file.
+    """
     import tempfile  # 4 ms that a plan on the screen does not need
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{os.getpid()}-"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix)
+    except (FileExistsError, FileNotFoundError):  # a link to a folder that is gone, or `/proc/x`
+        gone = "No folder can be made there"
+        raise NotADirectoryError(errno.ENOTDIR, gone, str(path.parent)) from None
+    except OSError as error:  # a temporary file's name would tell nobody anything
+        raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from memfit.core.errors import DoesNotFit, Error, InvalidRequest, NotCertified
+from memfit.core.system.refused import explain_refusal
 from memfit.ui import answers
 from memfit.ui.asking import Pairs
 from memfit.ui.guard import Guard
@@ -180,7 +181,9 @@ async def _no_such(request: Request, error: Exception) -> Response:
     return JSONResponse(body, error.status_code, headers=error.headers)
 
 
-async def _bug(_: Request, error: Exception) -> Response:
+async def _bug(request: Request, error: Exception) -> Response:
+    if refused := explain_refusal(error):
+        return await _explain(request, refused)
     body = {
         "error": f"this is a bug in memfit ({type(error).__name__}: {error})",
         "hint": "please report it with the output of `memfit doctor`",

@@ -27,6 +27,7 @@ from memfit.certify import LAST_LINES, in_this_process
 from memfit.certify.lean_imports import CERTIFYING, import_lean
 from memfit.core.errors import Error, InvalidRequest, NotCertified, RunFailed
 from memfit.core.system.processes import child_environment, end_with_parent, is_shortage
+from memfit.core.system.refused import explain_refusal
 from memfit.core.system.streams import answers_alone
 from memfit.records import Record, from_data, to_json
 from memfit.records.recipe import ADAPTED
@@ -136,8 +137,11 @@ def main(folder: Path) -> None:
                 order.request, folder, say=lambda text: write(say=text), override=order.override,
                 imports=imports,
             )  # fmt: skip
-    except Error as error:
-        write(error=error.message, hint=error.hint, kind=type(error).__name__)
+    except (Error, OSError) as error:
+        known = error if isinstance(error, Error) else explain_refusal(error)
+        if known is None:
+            raise
+        write(error=known.message, hint=known.hint, kind=type(known).__name__)
     else:
         write(done="")
     os._exit(0)  # no destructors: fake CUDA tensors have no driver to return to

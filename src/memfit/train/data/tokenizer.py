@@ -136,7 +136,7 @@ class Tokenizer:
 
         Raises InvalidRequest: no chat template, messages that the template refuses.
         """
-        self._check_template("use an instruction-tuned model's tokenizer, or prompts that are text")
+        self._check_template("prompts that are text")
         return self._render([messages], prompt=True)[0]
 
     def chat(
@@ -158,9 +158,7 @@ class Tokenizer:
         """Of each conversation what `chat` says of it; the template is called for all at once."""
         if not talks:
             return []
-        self._check_template(
-            "use an instruction-tuned model's tokenizer, or `prompt` and `completion`"
-        )
+        self._check_template("`prompt` and `completion`")
         wholes = self._render([messages for messages, _ in talks], prompt=False)
         if self.chat_settings.learns == "all":
             return [(whole, [(0, len(whole))]) for whole in wholes]
@@ -192,10 +190,12 @@ class Tokenizer:
             spans[at[0]].append((len(before), len(after)))
         return list(zip(wholes, spans, strict=True))
 
-    def _check_template(self, hint: str) -> None:
+    def _check_template(self, otherwise: str) -> None:
         if not self.wrapped.chat_template:
             raise InvalidRequest(
-                f"the tokenizer of `{self.source}` has no chat template for `messages`", hint=hint
+                f"the tokenizer of `{self.source}` has no chat template for `messages`",
+                hint="name one, `--set task.chat_template=FILE.jinja`, or use an instruction-tuned"
+                f" model's tokenizer, or {otherwise}",
             )
 
     def _marked(self, talks: Sequence[Talk], wholes: list[str]) -> list[list[tuple[int, int]]]:
