@@ -189,7 +189,7 @@ def _run(work: Callable[[], object]) -> int:
 
 
 def _say_system(error: Exception) -> int:
-    """What the system refused: memory, room on a disk, a right to a file. Anything else is a bug."""
+    """Memory, room on a disk or a right to a file that the system refused; all else is a bug."""
     refused = explain_refusal(error)
     return _say(refused.message, refused.hint, refused.exit_code) if refused else _bug(error)
 
