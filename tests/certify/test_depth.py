@@ -6,6 +6,8 @@ from itertools import cycle
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from tiny_steps import CONFIGS, CPU, FAMILIES, H100, make_recipe, possible
 
@@ -15,7 +17,7 @@ from memfit.certify.tracing import depth
 from memfit.certify.tracing.runs import DEPTH_KEYS, find_runs, with_runs
 from memfit.core.errors import NotCertified
 from memfit.families import read_model
-from memfit.records.ledger import Phase
+from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Freeze, Lora, Recipe
 
 LAYERS = 8
@@ -78,6 +80,39 @@ def test_two_kinds_of_blocks_grow_on_their_own() -> None:
     assert find_runs(recipe) == (7, 7)
     (found,) = sweep([recipe], H100)
     assert found == dict(trace(recipe, H100).phases)
+
+
+def tape_of(codes: list[int]) -> list[tuple[depth.Token, int]]:
+    """Events by number: a few kinds, some whose bytes depend on the depth, allocated and freed."""
+    found = []
+    for code in codes:
+        sign, nbytes = (1, -1)[code % 2], None if code % 3 == 0 else 8 * (code // 2 + 1)
+        token = depth.Token(sign, f"op{code // 2}", "block", Kind.ACTIVATIONS, nbytes)
+        found.append((token, sign * (nbytes or 5)))
+    return found
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.integers(0, 5), max_size=12),
+    st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 5), min_size=1, max_size=4)),
+             max_size=4),
+    st.booleans(),
+)  # fmt: skip
+def test_what_a_deeper_tape_adds_puts_it_together_again(shallow, added, turned) -> None:
+    """Whatever stands where, whether it is compared from the start or from the end."""
+    deep = list(shallow)
+    for place, codes in added:
+        deep[min(place, len(deep)) : min(place, len(deep))] = codes
+    short, long = tape_of(shallow), tape_of(deep)
+    try:
+        slopes, insertions = depth._compare(short, long, 0, turned)
+    except NotCertified:
+        return  # it took an event of the shallow tape for another one
+    sizes = tuple(n for _, n in short)
+    stretch = depth.Stretch(sizes, (slopes,), tuple(insertions))
+    assert stretch.at([0]) == list(sizes)
+    assert stretch.at([1]) == [n for _, n in long]
 
 
 def of_catalogue(name: str, **changes: Any) -> Recipe:
