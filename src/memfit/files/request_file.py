@@ -196,6 +196,8 @@ KEYS = {
     " evaluation",
     "run.patience": "evaluations in turn that are no better, after which the run stops; 0: never",
     "run.min_improvement": "that counts as better for patience",
+    "run.skip_non_finite": "steps in turn that may update nothing, for a gradient norm that is"
+    " not finite; 0: the run stops at the first",
     "run.samples": "held-out prompts that are answered while the model trains; 0: none",
     "run.sample_every": "evaluations between two times that they are",
     "run.sample_tokens": "tokens of each answer, at most",

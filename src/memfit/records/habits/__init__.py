@@ -29,6 +29,7 @@ class RunRequest(Record, frozen=True, kw_only=True):
     best_is: Best = "auto"  # whether more of it is better; auto: unless its name ends in `loss`
     patience: NotNegative = 0  # evaluations in turn that are no better, after which it stops
     min_improvement: NotNegativeFloat = 0.0  # that counts as better
+    skip_non_finite: NotNegative = 0  # steps in turn without a finite gradient norm; 0: it stops
     metrics: tuple[str, ...] = ()  # functions of evaluations: FILE.py:NAME, or of a package
     samples: NotNegative = 0  # held-out prompts that are answered at evaluations
     sample_every: Positive = 1  # evaluations

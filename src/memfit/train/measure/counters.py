@@ -378,10 +378,13 @@ def run_step(
     micros: list[Micro],
     watch: Watch | None = None,
     counts: tuple[int, int] | None = None,
+    *,
+    skips: bool = False,
 ) -> StepResult:
     """One optimizer step over the micro-batches, each put on the device when its turn comes.
 
-    counts: `count_targets` and `count_beside` of all ranks, where there are others.
+    counts: `count_targets` and `count_beside` of all ranks, where there are others. skips: see
+    `step`.
     """
     seen = watch or Watch(nowhere, lambda _: None)
     if counts is None:
@@ -390,7 +393,7 @@ def run_step(
 
     # holds no batch once it is given out
     batches = (put(micro, built.device, seen, beside) for micro in micros)
-    return step(built, batches, targets, seen.enter)
+    return step(built, batches, targets, seen.enter, skips=skips)
 
 
 def synthetic_micro(recipe: Recipe, vocab: int, shape: BatchShape | None = None) -> Micro:

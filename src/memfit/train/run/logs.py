@@ -138,7 +138,8 @@ def _read_row(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or not _is_count(row.get("step")) or row["step"] < 1:
         return None
-    numbers = [row.get(key) for key in NUMBERS]
+    unknown = ("loss",) if row.get("skipped") is True and row.get("loss") is None else ()
+    numbers = [row.get(key) for key in NUMBERS if key not in unknown]
     whole = isinstance(row.get("watched"), bool) and _is_count(row.get("tokens"))
     optional = [row[key] for key in OPTIONAL if key in row]
     optional += [row[key] for key in OR_NULL if row.get(key) is not None]

@@ -83,6 +83,7 @@ from memfit.train.run.evaluation import (
 )
 from memfit.train.run.guard import Interrupts, explained_out_of_memory, locked
 from memfit.train.run.logs import Log, read_log
+from memfit.train.run.non_finite import check_figures, check_skips, find_broken
 from memfit.train.run.oom_report import describe_shortage, find_alive
 from memfit.train.run.progress import Facts, Moment, Progress, Silent
 from memfit.train.run.session import (
@@ -97,7 +98,6 @@ from memfit.train.step.build import Built, build_optimizer
 from memfit.train.step.reference_log_probs import give_reference
 from memfit.train.step.scaling import was_skipped
 from memfit.train.step.schedule import learning_rate
-from memfit.train.step.step import StepResult
 
 __all__ = ["Cadence", "Progress", "train"]
 
@@ -161,6 +161,7 @@ def train(
         check_best(recipe, cadence, held_out=data.held_out is not None)
         check_metrics(recipe, cadence.metrics, held_out=data.held_out is not None)
         check_samples(recipe, cadence, held_out=data.held_out is not None)
+        check_skips(recipe, cadence)
         training, held_out = build_samplers(request, recipe, data, ranks.rank)
         bounds = training.bounds()
         held_out_bounds = held_out.bounds_once() if held_out else None
@@ -462,11 +463,12 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
         row |= evaluate_held_out(session, built, session.held_out, tokens, session.metrics)
         row |= sample_answers(session, built, step)
         session.beside.note_evaluation(time.perf_counter() - started, last=last)
+    check_figures(row)
     log.write(row)
     session.progress.show(
         Moment(
             step=step,
-            loss=row["loss"],
+            loss=math.nan if row["loss"] is None else row["loss"],
             learning_rate=row["learning_rate"],
             seconds=row["seconds"],
             tokens_per_second=row["tokens"] / row["seconds"],
@@ -503,30 +505,36 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
         index < WATCHED_FIRST or index % session.cadence.watch_every == 0
     )
     start = time.perf_counter()
-    meter, waiting = session.meter, session.waiting
+    meter, waiting, finite = session.meter, session.waiting, session.non_finite
+    run = partial(run_step, skips=bool(finite.allowed))
     looked = waiting.due(index)
     with waiting.look(meter.device) if looked else nullcontext():
         if watched or session.watcher.wants_names:
-            result = meter.watch_step(built, lambda watch: run_step(built, micros, watch, counts))
+            result = meter.watch_step(built, lambda watch: run(built, micros, watch, counts))
         else:
             meter.failed = None
-            result = run_step(built, micros, meter.mark(), counts)
+            result = run(built, micros, meter.mark(), counts)
     session.done = index + 1
-    skipped = was_skipped(built.scaler, result.scale, index + 1)
+    skipped = result.skipped or was_skipped(built.scaler, result.scale, index + 1)
     tokens = sum(micro.tokens for micro in micros)
     shares = session.gather(float(result.loss), float(tokens))
     loss, tokens = sum(share[0] for share in shares), int(sum(share[1] for share in shares))
-    norm = _read_norm(result, loss, index + 1, skipped=skipped)
+    scaled = result.scale is not None
+    known, norm = finite.judge(loss, result.grad_norm, index + 1, skipped=skipped, scaled=scaled)
     seconds = time.perf_counter() - start
     session.compare()
-    row: dict[str, Any] = {"step": index + 1, "loss": loss, "learning_rate": rate}
+    row: dict[str, Any] = {"step": index + 1, "loss": known, "learning_rate": rate}
     if session.ranks.size > 1 or session.ranks.notes:
         row["ranks"] = session.ranks.size
     if norm is not None:
         row["grad_norm"] = norm
     if result.scale is not None:
         row |= {"loss_scale": float(result.scale), "skipped": skipped}
-        session.skipped += skipped
+    elif skipped:
+        row["skipped"] = True
+    session.skipped += skipped
+    if finite.warning:
+        session.warn(finite.warning)
     if result.rewards is not None:
         row |= name_all_rewards(session, result.rewards, counts[0])
     if looked:
@@ -557,25 +565,23 @@ def _seed_of(recipe: Recipe, index: int, rank: int) -> int:
     return int(np.random.SeedSequence(facts).generate_state(1, np.uint32)[0])
 
 
-def _read_norm(
-    result: StepResult, loss: float, step: int, *, skipped: bool = False
-) -> float | None:
-    """The gradient norm, waiting for the device; RunFailed when it or the loss is not finite.
-
-    A skipped step has no norm: that its gradients are not finite is why it was skipped.
-    """
-    norm = None if result.grad_norm is None or skipped else float(result.grad_norm)
-    for name, value in (("loss", loss), ("gradient norm", norm)):
-        if value is not None and not math.isfinite(value):
-            raise RunFailed(
-                f"the {name} of step {step} is {value}",
-                hint="lower `optimizer.learning_rate`, or use `precision: fp32`",
-            )
-    return norm
+def _check_weights(session: Session, built: Built, step: int) -> None:
+    broken = find_broken(built.model)
+    if any(flag for (flag,) in session.ranks.gather(float(bool(broken)))):
+        raise RunFailed(
+            f"`{broken or 'a weight of another rank'}` is not finite after step {step}: no"
+            " checkpoint is made of it",
+            hint="what is saved is from before; lower `optimizer.learning_rate`, or set"
+            " `optimizer.clip_norm`",
+        )
 
 
 def _save(session: Session, built: Built, log: Log, step: int) -> None:
-    """The log first: a checkpoint promises that every line up to it is on disk."""
+    """The log first: a checkpoint promises that every line up to it is on disk.
+
+    Raises RunFailed where the weights are not finite: an older checkpoint is not given up for them.
+    """
+    _check_weights(session, built, step)
     log.flush()
     session.note_outliers(count_outliers(built.model))
     digest, saver = session.data.training.digest, session.saver

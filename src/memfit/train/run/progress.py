@@ -34,7 +34,7 @@ class Moment(NamedTuple):
     tokens_per_second: float
     memory: int  # bytes, the measured peak so far; 0: a compiled step on a CPU, not counted
     evaluation_loss: float | None
-    skipped: int = 0  # steps so far that a loss scale made skip
+    skipped: int = 0  # steps so far that updated nothing
     reward_accuracy: float | None = None  # share of the step's pairs that are put right
     reward: float | None = None  # mean of the sampled answers
     length: float | None = None  # of these, mean tokens

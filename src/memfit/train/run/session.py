@@ -37,6 +37,7 @@ from memfit.train.run.drift import Watcher
 from memfit.train.run.guard import Interrupts
 from memfit.train.run.logs import read_log
 from memfit.train.run.machine import describe_environment
+from memfit.train.run.non_finite import NonFinite
 from memfit.train.run.progress import Progress
 from memfit.train.run.rollout_figures import curve_of, measure_rollouts, show_answers
 
@@ -78,7 +79,7 @@ class Session:
     learning: Learning | None = None  # of objectives that sample answers
     ranks: Ranks = field(default_factory=Ranks)
     saver: Saver | None = None  # of many ranks
-    skipped: int = 0  # steps of this process whose fp16 gradients were not finite
+    skipped: int = 0  # steps of this process whose gradients were not finite
     warnings: list[str] = field(default_factory=list)
     continued: list[str] = field(default_factory=list)  # how it went on beyond its end, each time
     rewards_digest: str = ""  # of the user's own reward functions
@@ -97,9 +98,11 @@ class Session:
     beside: TimeBeside = field(init=False)
     watcher: Watcher = field(init=False)
     waiting: Waiting = field(init=False)
+    non_finite: NonFinite = field(init=False)
 
     def __post_init__(self) -> None:
         self.beside = TimeBeside(_find_due(self))
+        self.non_finite = NonFinite(self.cadence.skip_non_finite)
         place = self.recipe.parallel.stage_place(self.ranks.rank)
         self.watcher = Watcher(self.certificate, place)
         self.waiting = Waiting(
@@ -236,8 +239,9 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         unit = "policy loss"
     evaluated = [r for r in rows if "evaluation_loss" in r]
     held_out = _describe_held_out(session, evaluated[-1]) if evaluated else ""
-    if rows:
-        found["loss.final"] = _measured(rows[-1]["loss"], unit, "the last step's batch")
+    losses = tuple((r["step"], r["loss"]) for r in rows if r["loss"] is not None)
+    if losses:
+        found["loss.final"] = _measured(losses[-1][1], unit, "the last step's batch")
     if evaluations:
         error = evaluated[-1].get("evaluation_error", 0.0)
         measured = _measured(evaluations[-1][1], unit, held_out)
@@ -264,7 +268,7 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         measurements=found,
         phases={str(phase): peaks[phase] for phase in Phase if phase in peaks},
         ledger=session.meter.ledger,
-        losses=tuple((r["step"], r["loss"]) for r in rows),
+        losses=losses,
         evaluations=tuple(evaluations),
         steps_done=done,
         finished=finished,

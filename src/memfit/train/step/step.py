@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -89,6 +90,7 @@ class StepResult:
     # (3,) or (4,) of pairs: `preference.Rewards.sums`; (6,) of answers: `LossAndSums.sums`, entropy
     rewards: Tensor | None = None
     values: Tensor | None = None  # (3,) where a value is learned: `ValueLoss.sums`
+    skipped: bool = False  # nothing was updated: the gradient norm is not finite
 
 
 def nowhere(phase: Phase) -> None:
@@ -96,14 +98,20 @@ def nowhere(phase: Phase) -> None:
 
 
 def step(
-    built: Built, batches: Iterable[Batch], target_tokens: int, enter: Enter = nowhere
+    built: Built,
+    batches: Iterable[Batch],
+    target_tokens: int,
+    enter: Enter = nowhere,
+    *,
+    skips: bool = False,
 ) -> StepResult:
     """Accumulate the gradients of all micro-batches, clip, update, release the gradients.
 
     `target_tokens` counts the labels that are not -100 in all micro-batches (of all ranks)
     together, or the pairs of a recipe that prefers: each loss is divided by it, so that how a
     global batch is cut does not change the gradient. On many ranks gradients are summed, and
-    `loss` is this rank's share of the mean.
+    `loss` is this rank's share of the mean. skips: a gradient norm that is not finite, which is the
+    same on all ranks, updates nothing; to know it the step waits for the device.
     """
     if target_tokens < 1:
         raise InvalidRequest("a global batch holds no target token", hint="check the data's labels")
@@ -130,9 +138,15 @@ def step(
         return StepResult(total, None, rewards=rewards.sums)
     unscale(built.scaler, built.optimizer)
     norm = _clip(built)
-    update(built.scaler, built.optimizer)
+    skipped = skips and _is_broken(norm) and built.scaler is None  # which skips by itself
+    if not skipped:
+        update(built.scaler, built.optimizer)
     built.optimizer.zero_grad(set_to_none=True)
-    return StepResult(total, norm, scale, rewards.sums, values.sums)
+    return StepResult(total, norm, scale, rewards.sums, values.sums, skipped)
+
+
+def _is_broken(norm: Tensor | None) -> bool:
+    return norm is not None and not math.isfinite(float(norm))
 
 
 def _run_stages(
