@@ -53,6 +53,7 @@ from memfit.train.distributed.ranks import MoreRanks, Ranks, explained_loss
 from memfit.train.habits.callbacks import Callbacks
 from memfit.train.habits.continuing import describe_continuation
 from memfit.train.habits.metrics import Metrics, check_metrics
+from memfit.train.habits.non_finite import check_figures, check_skips, find_broken
 from memfit.train.habits.samples import check_samples, choose_samples
 from memfit.train.habits.stopping import check_best, read_evaluations
 from memfit.train.habits.trackers import open_trackers
@@ -83,7 +84,6 @@ from memfit.train.run.evaluation import (
 )
 from memfit.train.run.guard import Interrupts, explained_out_of_memory, locked
 from memfit.train.run.logs import Log, read_log
-from memfit.train.run.non_finite import check_figures, check_skips, find_broken
 from memfit.train.run.oom_report import describe_shortage, find_alive
 from memfit.train.run.progress import Facts, Moment, Progress, Silent
 from memfit.train.run.session import (
@@ -579,7 +579,7 @@ def _check_weights(session: Session, built: Built, step: int) -> None:
 def _save(session: Session, built: Built, log: Log, step: int) -> None:
     """The log first: a checkpoint promises that every line up to it is on disk.
 
-    Raises RunFailed where the weights are not finite: an older checkpoint is not given up for them.
+    Raises RunFailed where the weights are not finite: then an older checkpoint stays.
     """
     _check_weights(session, built, step)
     log.flush()

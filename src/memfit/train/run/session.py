@@ -27,6 +27,7 @@ from memfit.train.distributed.ranks import Ranks
 from memfit.train.distributed.stragglers import Waiting
 from memfit.train.habits.callbacks import Callbacks
 from memfit.train.habits.metrics import Metrics
+from memfit.train.habits.non_finite import NonFinite
 from memfit.train.habits.samples import Samples
 from memfit.train.habits.stopping import PREFIX, Judged, judge
 from memfit.train.habits.time_left import Due, TimeBeside
@@ -37,7 +38,6 @@ from memfit.train.run.drift import Watcher
 from memfit.train.run.guard import Interrupts
 from memfit.train.run.logs import read_log
 from memfit.train.run.machine import describe_environment
-from memfit.train.run.non_finite import NonFinite
 from memfit.train.run.progress import Progress
 from memfit.train.run.rollout_figures import curve_of, measure_rollouts, show_answers
 
