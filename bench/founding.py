@@ -28,7 +28,7 @@ RECIPES, OUT = ROOT / "recipes", ROOT / "bench" / "results" / "founding.json"
 TWENTY = sorted(  # `longest` is of rows; sampled answers have two bounds
     path.stem
     for path in RECIPES.glob("gpt-neox-20b_*_rtx-*.yaml")
-    if "-grpo_" not in path.stem and "-ppo_" not in path.stem
+    if not any(name in path.stem for name in ("-grpo", "-ppo"))
 )
 ROLLOUTS = sorted(path.stem for path in RECIPES.glob("*-grpo_rtx-*.yaml"))
 UNLEVERED, FULL = "llama-2-7b_full-unlevered_h100-sxm", "llama-2-7b_full_h100-sxm"

@@ -13,10 +13,12 @@ import torch
 from msgspec.structs import replace
 from tiny_steps import CONFIGS, CPU, H100, build_watched, make_recipe
 
+from memfit.adapters import find_adapter
 from memfit.certify.evidence.certificate import make_certificate
 from memfit.certify.iterations import First, trace_iterations
 from memfit.families import read_model
 from memfit.families.capabilities.kv_cache import cache_bytes
+from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import Online, Policy, RewardSettings, Rollout
@@ -26,6 +28,7 @@ from memfit.train.rl.learn import Learning, iterate
 from memfit.train.rl.rehearsal import Constant
 from memfit.train.rl.rollout import Prompt, Sampling
 from memfit.train.rl.sampling import answer_greedily, sample_in_slots
+from reward_adapters import TARGETS, reward_of, write_adapter
 
 BENCH = Path(__file__).parents[2] / "bench"
 ROLLOUT = Rollout(num_generations=2, max_prompt_length=20, max_completion_length=16, rows=3)
@@ -35,6 +38,7 @@ MIXED = {"precision": "bf16-mixed"}
 CHUNKED = {"loss": "chunked", "loss_chunk": 20}
 KL = Policy(beta=0.1)
 TWICE = Policy(num_iterations=2)
+PAIRS = Policy(loss_type="sigmoid", beta=0.1)
 SHORT = {"max_completion_length": 6}  # what steps of a long answer add is llama's to show
 PPO, ALONE = Policy(beta=0.05, num_iterations=2), {"num_generations": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,7 +56,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], Policy, dict[str, Any]]] = {
     "online_dpo, lora": (
         "online_dpo",
         {**LORA, **MIXED, "base_format": "bf16"},
-        Policy(loss_type="sigmoid", beta=0.1),
+        PAIRS,
         {"temperature": 0.9},
     ),
     "ppo, lora": ("ppo", {**LORA, **MIXED, "base_format": "bf16"}, PPO, ALONE),
@@ -214,3 +218,40 @@ def test_held_out_prompts_are_answered_within_what_a_rollout_holds():
         assert {Phase.PREFILL, Phase.DECODE} <= set(live.peaks)
         for phase in (Phase.PREFILL, Phase.DECODE):
             assert 0 < live.peaks[phase] <= fake.phases[phase], (rows, group, phase)
+
+
+@pytest.mark.parametrize(
+    ("family", "objective", "policy", "changes"),
+    [
+        ("llama", "ppo", PPO, {**MIXED, "base_format": "bf16"}),
+        ("gpt_neox", "grpo", KL, {}),
+        pytest.param("qwen3_moe", "online_dpo", PAIRS, {}, marks=pytest.mark.wide),
+        pytest.param("gemma3_text", "rloo", TWICE, {"loss": "chunked", "loss_chunk": 20},
+                     marks=pytest.mark.wide),
+        pytest.param("deepseek_v3", "ppo", PPO, {}, marks=pytest.mark.wide),
+    ],
+)  # fmt: skip
+def test_a_reward_on_the_same_base_is_predicted_and_certified_to_the_byte(
+    tmp_path, family, objective, policy, changes
+):
+    """Its adapter has targets that the policy's has not, and a rank of its own."""
+    folder = write_adapter(tmp_path / "reward", CONFIGS[family], rank=6)
+    rollout = replace(ROLLOUT, **SHORT, **(ALONE if objective == "ppo" else {}))
+    reward = reward_of(folder, rank=6, targets=TARGETS[family], funcs=("format",))
+    recipe = make_recipe(
+        family, accumulation=4, objective=objective, method="lora", rollout=rollout, policy=policy,
+        reward=reward, sequence_length=rollout.width, **changes,
+    )  # fmt: skip
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    predicted, fake = predict_memory(model, recipe, CPU), trace_iterations(recipe, CPU)
+    real = watch_real(recipe, [longest(rollout)] * 2)
+    assert Phase.REWARD in real.peaks
+    for phase in set(real.peaks) - {Phase.LOAD}:
+        certified = fake.ledger.by_kind(phase)
+        assert certified == real.ledger().by_kind(phase), phase
+        if phase not in (Phase.FIRST_STEP, Phase.OPTIMIZER_STEP):  # see `SCALARS` of the bench
+            assert predicted.by_kind(phase) == certified, phase
+    bare = trace_iterations(replace(recipe, reward=REWARD), CPU).ledger
+    held = sum(w.nbytes for w in model.weights if ".reward." in w.name or "reward_score" in w.name)
+    parameters = [made.by_kind(Phase.DECODE)[Kind.PARAMETERS] for made in (fake.ledger, bare)]
+    assert parameters[0] - parameters[1] == held

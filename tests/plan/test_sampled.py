@@ -14,11 +14,19 @@ from memfit.catalog import find_device
 from memfit.core.errors import InvalidRequest
 from memfit.plan.request.wording import restate
 from memfit.records import from_data, to_data
+from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Preference
-from memfit.records.reinforcement import Policy, RewardSettings, Rollout, ValueSettings
+from memfit.records.reinforcement import (
+    Policy,
+    RewardAdapter,
+    RewardSettings,
+    Rollout,
+    ValueSettings,
+)
 from memfit.records.request import Request, change
 from memfit.train.measure.counters import measure
 from memfit.train.step.build import build_model
+from reward_adapters import write_adapter
 from tiny_models import CONFIGS, make_recipe
 
 DEFAULTS = """
@@ -501,3 +509,60 @@ def test_words_of_trl_are_answered_with_ours():
 def test_no_few_steps_on_random_tokens_stand_for_rollouts():
     with pytest.raises(InvalidRequest, match="say nothing of rollouts"):
         measure(plan(ask()).recipe, find_device("h100-sxm"))
+
+
+JUDGED = {"funcs": ["adapter:not/there"], "adapter": {"rank": 4, "targets": ["q_proj", "o_proj"]}}
+
+
+@pytest.mark.parametrize("objective", ["ppo", "grpo"])
+def test_a_reward_s_adapter_is_planned_before_it_is_there(objective):
+    """Which takes a policy that is an adapter, too; the frozen one costs no more than it holds."""
+    made = plan(ask(objective, reward=JUDGED))
+    assert made.recipe.method == "lora"
+    adapter = RewardAdapter(rank=4, alpha=8.0, targets=("q_proj", "o_proj"))
+    assert made.recipe.reward == RewardSettings(funcs=("adapter:not/there",), adapter=adapter)
+    plain = plan(ask(objective, method="lora"))
+    assert made.recipe.digest != plain.recipe.digest
+    held = [p.ledger.by_kind(Phase.DECODE)[Kind.PARAMETERS] for p in (made, plain)]
+    blocks = CONFIGS["llama"]["num_hidden_layers"]
+    assert 0 < held[0] - held[1] < 8 * 4 * (blocks * 4 * 4 * 64 + 64)
+    assert held[0] < 1.5 * held[1]
+    by_phase = {phase.phase: phase for phase in made.time.phases}
+    assert by_phase["reward"].seconds > 0
+    assert "the reward model's adapter" in by_phase["reward"].because
+    assert next(p for p in plain.time.phases if p.phase == "reward").seconds is None
+    assert plan(restate(made)).recipe.reward == made.recipe.reward
+
+
+def test_a_reward_s_adapter_is_read_from_its_folder(tmp_path):
+    folder = write_adapter(tmp_path / "judge", CONFIGS["llama"], rank=3, use_rslora=True)
+    found = plan(ask(reward={"funcs": [f"adapter:{folder}"]})).recipe.reward.adapter
+    assert found == RewardAdapter(
+        rank=3, alpha=6.0, targets=("k_proj", "o_proj"), scaling="rank-stabilised"
+    )
+
+
+ADAPTERS = {
+    "no folder": ({"funcs": ["adapter:"]}, {}, "has no folder"),
+    "nothing known": ({"funcs": ["adapter:not/there"]}, {}, "`reward.adapter.rank` is not stated"),
+    "two": ({"funcs": ["adapter:a", "adapter:b"]}, {}, "`adapter:a` and `adapter:b`"),
+    "no function of it": ({"adapter": {"rank": 4}}, {}, "names no adapter's folder"),
+    "full": (JUDGED, {"method": "full"}, "adapter:not/there` under `method: full`"),
+    "dora": (JUDGED, {"method": "dora"}, "under `method: dora`"),
+    "another trainer": (JUDGED, {"framework": "trl", "method": "lora"}, "`framework: trl`"),
+    "no such target": (
+        {**JUDGED, "adapter": {"rank": 4, "targets": ["c_attn"]}}, {},
+        "`reward.adapter.targets`: `c_attn` matches no projection",
+    ),
+    "the head": (
+        {**JUDGED, "adapter": {"rank": 4, "targets": ["lm_head"]}}, {},
+        "`reward.adapter.targets`: `lm_head`",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("reward", "changes", "words"), ADAPTERS.values(), ids=ADAPTERS)
+def test_a_reward_s_adapter_that_cannot_be_is_refused(reward, changes, words):
+    with pytest.raises(InvalidRequest, match=words) as raised:
+        plan(ask(reward=reward, **changes))
+    assert raised.value.hint

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import warnings
@@ -18,8 +19,9 @@ from msgspec.structs import replace
 from peft import PeftModel
 from rollout_kills import parts_of, start_runs
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny_rollouts import LORA, REWARDS, ROLLOUT, recipe_of, run, write_data
-from tiny_runs import CONFIG
+from tiny_runs import CONFIG, tiny_recipe
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -31,8 +33,10 @@ from memfit import api
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.records import from_data
 from memfit.records.ledger import Phase
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Lora, Preference
 from memfit.records.reinforcement import REWARDS as SHIPPED
-from memfit.records.reinforcement import Policy, RewardSettings
+from memfit.records.reinforcement import Policy, RewardAdapter, RewardSettings
 from memfit.records.request import Request, Task
 from memfit.report.page import render_page
 from memfit.screens.report import show_report
@@ -41,6 +45,7 @@ from memfit.train.checkpoint.export import check_model
 from memfit.train.data.prepare import find_lengths
 from memfit.train.data.readers import find_sources
 from memfit.train.data.tokenizer import read_tokenizer, train_tokenizer
+from memfit.train.rl import learn
 from memfit.train.rl.prompts import PromptRows, read_prompts
 from memfit.train.rl.rewards.functions import BUILT_IN
 from memfit.train.run.generate import generate
@@ -592,3 +597,111 @@ def test_ten_kills_in_each_part_were_measured(objective):
         assert part["kills"] >= 10
         assert len(part["steps_logged"]) == part["kills"]
         assert (part["weights_bit_equal"], part["logs_equal"]) == (True, True)
+
+
+@pytest.fixture(scope="module")
+def judged(place, whole):
+    """A base with its tokenizer, and a reward model's adapter of it as memfit's own run leaves it:
+    whatever is a digit is preferred."""
+    root, _, cache = place
+    base = whole()[1] / "model"
+    pairs = root / "pairs.jsonl"
+    rows = [{"prompt": f"Say {n}:", "chosen": f"{n}{n}", "rejected": "abcd"} for n in range(24)]
+    pairs.write_text("\n".join(map(json.dumps, rows)))
+    config = json.loads((base / "config.json").read_text())
+    model = ModelReference(name="base", source=str(base), config=config)
+    recipe = tiny_recipe(
+        objective="reward", preference=Preference(beta=1.0, loss_type="bradley_terry"), steps=12,
+        packing=False, micro_batch=4, sequence_length=24, weights="pretrained", model=model,
+        method="lora", lora=Lora(rank=2, alpha=4.0, targets=("o_proj", "k_proj")),
+        optimizer={"learning_rate": 3e-2},
+    )  # fmt: skip
+    asked = Request(model=str(base), task=Task(objective="reward", data=str(pairs)))
+    train(recipe, asked, root / "judge", cache=cache)
+    return model, root / "judge" / "model"
+
+
+def judged_recipe(place, judged, objective, **changes):
+    model, folder = judged
+    adapter = RewardAdapter(rank=2, alpha=4.0, targets=("k_proj", "o_proj"))
+    reward = RewardSettings(
+        funcs=(f"adapter:{folder}", f"{place[0] / 'data' / 'rewards.py'}:digits"),
+        weights=(1.0, 0.0), adapter=adapter,
+    )  # fmt: skip
+    named = {**(VALUED if objective == "ppo" else LORA), "weights": "pretrained", **changes}
+    return recipe_of(place[0] / "data", objective, model=model, reward=reward, **named)
+
+
+@pytest.mark.parametrize("objective", ["ppo", pytest.param("grpo", marks=pytest.mark.wide)])
+def test_a_run_is_judged_by_its_own_reward_model_and_goes_on_to_the_bit(
+    place, judged, tmp_path, objective, monkeypatch
+):
+    """Stopped twice; the score is the log's, and transformers' with peft's own class."""
+    _, file, cache = place
+    seen, plain_scores = [], learn.scores_of
+
+    def watched(*arguments):
+        judge = plain_scores(*arguments)
+
+        def score(prompts, answers):
+            seen.append((prompts, answers, judge(prompts, answers)))
+            return seen[-1][2]
+
+        return score
+
+    monkeypatch.setattr(learn, "scores_of", watched)
+    recipe = judged_recipe(place, judged, objective, steps=4)
+    before = weights_of(judged[1].parent)
+    made = run(recipe, file, tmp_path / "whole", cache)
+    assert weights_of(judged[1].parent) == before
+    assert "reward" in made.phases
+    rows = read_log(tmp_path / "whole")
+    for row in rows:
+        score, digits = row["rewards"]
+        assert row["reward"] == pytest.approx(score, abs=1e-5)
+        assert 0 <= digits <= 1
+        assert not row["reward_failures"]
+    for step in (1, 3):
+        with pytest.raises(RunFailed, match=f"interrupted after step {step}"):
+            run(recipe, file, tmp_path / "cut", cache, progress=_Stop(step))
+    run(recipe, file, tmp_path / "cut", cache)
+    assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
+    assert without_times(read_log(tmp_path / "cut")) == without_times(rows)
+
+    plain = LlamaForSequenceClassification.from_pretrained(judged[0].source, num_labels=1)
+    plain.config.pad_token_id = None
+    with warnings.catch_warnings():  # peft calls what transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)
+        theirs = PeftModel.from_pretrained(plain, str(judged[1])).eval()
+    sampled = [(*one, row) for one, row in zip(seen[-len(rows) :], rows, strict=True)]
+    for prompts, answers, scores, _ in sampled[:: len(sampled) - 1]:
+        ids = [torch.tensor([[*p, *a]]) for p, a in zip(prompts, answers, strict=True)]
+        with torch.no_grad():
+            expected = [float(theirs(one).logits) for one in ids]
+        assert scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_run_goes_on_with_another_reward_model_and_says_so(place, judged, tmp_path):
+    _, file, cache = place
+    copied = tmp_path / "judge"
+    shutil.copytree(judged[1], copied)
+    recipe = judged_recipe(place, (judged[0], copied), "grpo", steps=3)
+    with pytest.raises(RunFailed, match="interrupted"):
+        run(recipe, file, tmp_path / "run", cache, progress=_Stop(1))
+    head, name = copied / "adapter_model.safetensors", "base_model.model.score.weight"
+    tensors = load_file(head)
+    tensors[name] = tensors[name] * 2
+    save_file(tensors, head, metadata={"format": "pt"})
+    again = run(recipe, file, tmp_path / "run", cache)
+    assert any(f"{copied}` changed since this run began" in text for text in again.warnings)
+
+
+def test_a_reward_model_of_another_base_is_refused_before_a_run(place, judged, tmp_path):
+    _, file, cache = place
+    copied = tmp_path / "judge"
+    shutil.copytree(judged[1], copied)
+    config = copied / "adapter_config.json"
+    stated = json.loads(config.read_text()) | {"base_model_name_or_path": "another/base"}
+    config.write_text(json.dumps(stated))
+    with pytest.raises(InvalidRequest, match="is an adapter of `another/base`, and the model is"):
+        run(judged_recipe(place, (judged[0], copied), "ppo"), file, tmp_path / "run", cache)

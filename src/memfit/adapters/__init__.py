@@ -59,6 +59,16 @@ class Adapter(ABC):
             "the method has no second adapter that could learn a value", hint="use `method: lora`"
         )
 
+    def judging(self, module: nn.Module) -> AbstractContextManager[object]:
+        """The reward model's adapter of the base runs meanwhile, in place of the policy's.
+
+        Raises InvalidRequest where the method has no adapters.
+        """
+        raise InvalidRequest(
+            "the method has no adapter beside which a reward model's could stand",
+            hint="use `method: lora`",
+        )
+
     def reset(self, module: nn.Module, recipe: Recipe) -> None:  # noqa: B027 - most methods add no parameters
         """Start values of the method's own parameters; with them the base model is unchanged."""
 

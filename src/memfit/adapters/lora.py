@@ -40,6 +40,10 @@ class Lora(Adapter):
         """See `Adapter.valuing`."""
         return peft_layers.switched_to(module, peft_layers.VALUE)
 
+    def judging(self, module: nn.Module) -> AbstractContextManager[object]:
+        """See `Adapter.judging`."""
+        return peft_layers.switched_to(module, peft_layers.REWARD)
+
     def reset(self, module: nn.Module, recipe: Recipe) -> None:
         """See `Adapter.reset`: a random A and a zero B."""
         peft_layers.reset(module, self.adapt(read_model(recipe.model), recipe))

@@ -32,8 +32,9 @@ from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import WAVES
 from memfit.train.measure.observer import Observer
-from memfit.train.rl.learn import Learning, cut_all, iterate
+from memfit.train.rl.learn import Learning, iterate
 from memfit.train.rl.rehearsal import make_learning
+from memfit.train.rl.rewards.adapter import cut_all
 
 ENDS = 4  # lengths of the short answers: an eighth, a quarter, ... of the longest
 _READ = torch.ops.aten._local_scalar_dense.default

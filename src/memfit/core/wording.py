@@ -20,6 +20,7 @@ PHASES = {
     "load": "load the model",
     "prefill": "read the prompts",
     "decode": "sample answers",
+    "reward": "reward the answers",
     "score": "score the answers",
     "reference": "score by the reference",
     "values": "value the answers",

@@ -36,6 +36,7 @@ class Phase(StrEnum):
     LOAD = "load"
     PREFILL = "prefill"  # of reinforcement learning: prompts are read
     DECODE = "decode"  # and answers sampled
+    REWARD = "reward"  # a score of each answer, where an adapter of the base makes it
     SCORE = "score"  # log-probabilities under the policy that sampled
     REFERENCE = "reference"  # and under the reference
     VALUES = "values"  # a value of each token, where one is learned
@@ -51,7 +52,9 @@ class Phase(StrEnum):
 
 
 # of reinforcement learning, before the update of each iteration
-ROLLOUT = (Phase.PREFILL, Phase.DECODE, Phase.SCORE, Phase.REFERENCE, Phase.VALUES)
+ROLLOUT = (
+    Phase.PREFILL, Phase.DECODE, Phase.REWARD, Phase.SCORE, Phase.REFERENCE, Phase.VALUES,
+)  # fmt: skip
 
 
 class Entry(Record, frozen=True, kw_only=True):

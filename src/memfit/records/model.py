@@ -19,6 +19,7 @@ DTYPE_BYTES = {
 
 SLIDING = "sliding"  # a kind of block
 SCORE = "score.weight"  # the head of Hugging Face's classes of sequence classification
+REWARD_SCORE = "reward_score.weight"  # the same of a reward model's adapter, beside a value's
 
 
 # biases and norms, by the names that families give them (transformers' Trainer finds the same by

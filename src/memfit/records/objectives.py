@@ -243,6 +243,16 @@ def check_answered_once(rounds: int) -> None:
         )
 
 
+def check_reward_adapter(folder: str, method: Method) -> None:
+    """Raise InvalidRequest where the base that a reward's adapter stands on is trained itself."""
+    if folder and method != "lora":
+        raise InvalidRequest(
+            f"`reward.funcs: adapter:{folder}` under `method: {method}`: the reward model's adapter"
+            " stands on the base as it was, frozen, beside a policy that is an adapter, too",
+            hint="use `method: lora`, or a reward function of your own",
+        )
+
+
 def _check_sampled(recipe: Recipe) -> None:
     refuse_sampled(
         recipe.objective, packing=recipe.packing, ranks=recipe.parallel.world,
@@ -250,6 +260,7 @@ def _check_sampled(recipe: Recipe) -> None:
         offload=recipe.offload, qat=recipe.qat, global_batch=recipe.global_batch,
         generations=recipe.rollout.num_generations,
     )  # fmt: skip
+    check_reward_adapter(recipe.reward.adapter_folder, recipe.method)
     if recipe.values:
         check_values(recipe.objective, recipe.method)
         check_answered_once(recipe.rollout.dynamic_sampling)

@@ -12,7 +12,13 @@ from memfit.base_formats import find_base_format, name_coding
 from memfit.objectives import Learned, find_objective
 from memfit.records import Record
 from memfit.records.model import ModelReference
-from memfit.records.reinforcement import Policy, RewardSettings, Rollout, ValueSettings
+from memfit.records.reinforcement import (
+    Policy,
+    RewardAdapter,
+    RewardSettings,
+    Rollout,
+    ValueSettings,
+)
 
 Method = Literal["full", "freeze", "lora", "dora"]
 Objective = str  # a name of `memfit.objectives`
@@ -56,7 +62,9 @@ LATE_IN_PREFERENCE = {
     "loss_type": "sigmoid", "gamma": 0.0, "tau": 0.0, "cross_entropy": 0.0, "desirable": 0.0,
     "undesirable": 0.0, "center": 0.0,
 }  # fmt: skip
-LATE_IN_REWARD: dict[str, object] = {"missing_eos_penalty": 0.0}
+LATE_IN_REWARD: dict[str, object] = {
+    "missing_eos_penalty": 0.0, "adapter": msgspec.to_builtins(RewardAdapter()),
+}  # fmt: skip
 OWN_AXES = (
     "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp", "pp",
     "virtual_pp",
@@ -383,6 +391,11 @@ class Recipe(Record, frozen=True, kw_only=True):
     def values(self) -> bool:
         """Whether a value of each token is learned beside the policy, as `ppo` does."""
         return find_objective(self.objective).values
+
+    @property
+    def scored_by_adapter(self) -> bool:
+        """Whether an adapter of the base, with a head of its own, scores sampled answers."""
+        return self.reward.adapter.rank > 0
 
     @property
     def references(self) -> int:

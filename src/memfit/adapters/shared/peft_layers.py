@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import sqrt
 from typing import TYPE_CHECKING, Any, cast
@@ -12,17 +12,18 @@ from msgspec.structs import replace
 
 from memfit.adapters.shared.apply import apply_rows, store_rows
 from memfit.adapters.shared.projections import check_targets, matches
+from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import quiet_import
 from memfit.parallelism.whole import whole
-from memfit.records.model import SCORE, Model, Weight
-from memfit.records.recipe import Lora, Recipe
+from memfit.records.model import REWARD_SCORE, SCORE, Model, Weight
+from memfit.records.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn
 
 PREFIX = "base_model.model."  # peft wraps the model twice
 MAGNITUDE = ".lora_magnitude_vector"
-POLICY, VALUE = "default", "value"  # peft's names of adapters
+POLICY, VALUE, REWARD = "default", "value", "reward"  # peft's names of adapters
 DOWN = tuple(f".lora_A.{name}.weight" for name in (POLICY, VALUE))
 STORED_TRANSPOSED = ("gpt2",)  # families whose blocks hold Conv1D: weights are (in, out)
 
@@ -34,13 +35,16 @@ def adapt(model: Model, recipe: Recipe, *, magnitudes: bool = False) -> Model:
     """
     targets = recipe.lora.targets
     check_targets(model, targets)
+    reward = recipe.reward.adapter
+    check_reward_targets(model, recipe)
     rows: list[Weight] = []
     modules = [row.name.rpartition(".")[0] for row in model.weights]
     for index, (row, module) in enumerate(zip(model.weights, modules, strict=True)):
         if row.name == SCORE:  # trained whole, as peft's SEQ_CLS has it
             rows.append(replace(row, name=PREFIX + row.name, trainable=True))
             continue
-        matched = matches(module, targets)
+        trained, judged = matches(module, targets), matches(module, reward.targets)
+        matched = trained or judged
         leaf = row.name.rpartition(".")[2]
         name = f"{module}.base_layer.{leaf}" if matched else row.name
         rows.append(replace(row, name=PREFIX + name, trainable=False))
@@ -48,10 +52,15 @@ def adapt(model: Model, recipe: Recipe, *, magnitudes: bool = False) -> Model:
         if matched and is_last_of_module:
             weight = row if leaf == "weight" else model.weights[index - 1]
             names = (POLICY, VALUE) if recipe.values else (POLICY,)
-            rows += _added(weight, module, model, recipe.lora, names, magnitudes)
+            ranks = dict.fromkeys(names, recipe.lora.rank) if trained else {}
+            ranks |= {REWARD: reward.rank} if judged else {}
+            rows += _added(weight, module, model, ranks, magnitudes)
+    width = model.architecture.head_input
     if recipe.values:
-        score = Weight(name=PREFIX + SCORE, shape=(1, model.architecture.head_input), part="head")
-        rows.append(score)
+        rows.append(Weight(name=PREFIX + SCORE, shape=(1, width), part="head"))
+    if recipe.scored_by_adapter:
+        name = PREFIX + REWARD_SCORE
+        rows.append(Weight(name=name, shape=(1, width), part="head", trainable=False))
     stored = store_rows(rows, recipe.trainable_dtype, recipe.frozen_dtype)
     return replace(model, weights=stored)
 
@@ -75,6 +84,8 @@ def apply(module: nn.Module, recipe: Recipe, rows: Model, *, magnitudes: bool = 
     )
     if recipe.values:
         add_score_head(module, rows.architecture.head_input)
+    if recipe.scored_by_adapter:
+        add_score_head(module, rows.architecture.head_input, REWARD_SCORE)
     # peft would store adapters of a 16-bit base in fp32 whatever the recipe says.
     with warnings.catch_warnings():  # peft calls what transformers has renamed
         warnings.simplefilter("ignore", FutureWarning)
@@ -84,19 +95,41 @@ def apply(module: nn.Module, recipe: Recipe, rows: Model, *, magnitudes: bool = 
         if recipe.values:
             own = LoraConfig(**{**config.to_dict(), "task_type": None})
             wrapped.add_adapter(VALUE, own, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+        if recipe.scored_by_adapter:
+            judge = recipe.reward.adapter
+            own = LoraConfig(
+                r=judge.rank, lora_alpha=judge.alpha, target_modules=list(judge.targets),
+                use_rslora=judge.scaling == "rank-stabilised", task_type=None,
+                fan_in_fan_out=config.fan_in_fan_out, inference_mode=True,
+            )  # fmt: skip
+            wrapped.add_adapter(REWARD, own, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     for layer in wrapped.modules():
         if hasattr(layer, "cast_input_dtype_enabled"):
             layer.cast_input_dtype_enabled = False  # autocast casts; a second copy is waste
     return apply_rows(wrapped, rows)
 
 
-def add_score_head(module: nn.Module, width: int) -> None:
+def check_reward_targets(model: Model, recipe: Recipe) -> None:
+    """Raise InvalidRequest where the reward's adapter has a target that the model has not."""
+    if recipe.scored_by_adapter:
+        targets = recipe.reward.adapter.targets
+        check_targets(model, targets, "reward.adapter.targets")
+        heads = [w.name.removesuffix(".weight") for w in model.weights if w.part == "head"]
+        if wrong := [head for head in heads if matches(head, targets)]:
+            raise InvalidRequest(
+                f"`reward.adapter.targets`: `{wrong[0]}` is the language model's head, in whose"
+                " place a reward model has a score",
+                hint="name projections of blocks",
+            )
+
+
+def add_score_head(module: nn.Module, width: int, name: str = SCORE) -> None:
     """A head of one number beside the language model's own, as classes of sequence classification
     have it."""
     from torch import nn
 
     head = nn.Linear(width, 1, bias=False, device="meta")
-    module.add_module(SCORE.partition(".")[0], head)
+    module.add_module(name.partition(".")[0], head)
 
 
 def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -104,7 +137,7 @@ def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {
         base_name(name): parameter
         for name, parameter in module.named_parameters()
-        if ".lora_" not in name
+        if ".lora_" not in name and name != PREFIX + REWARD_SCORE
     }
 
 
@@ -181,22 +214,22 @@ def stored_name(name: str) -> str:
 
 
 def _added(
-    weight: Weight, module: str, model: Model, lora: Lora, names: Sequence[str], magnitudes: bool
+    weight: Weight, module: str, model: Model, ranks: Mapping[str, int], magnitudes: bool
 ) -> Iterator[Weight]:
-    """The rows of A (rank, in) and B (out, rank), and of the magnitudes (out), of each adapter."""
+    """The rows of A (rank, in) and B (out, rank), and of the magnitudes (out), of each adapter.
+
+    ranks: of each adapter's name.
+    """
     rows, columns = weight.shape
     if model.architecture.family in STORED_TRANSPOSED and weight.part == "block":
         rows, columns = columns, rows
-    shapes: list[tuple[str, tuple[int, ...]]] = [
-        (".lora_A", (lora.rank, columns)),
-        (".lora_B", (rows, lora.rank)),
-    ]
-    if magnitudes:
-        shapes.append((MAGNITUDE, (rows,)))
-    for owner, shape in shapes:
-        for adapter in names:
+    owners = (".lora_A", ".lora_B", *([MAGNITUDE] if magnitudes else []))
+    for owner in owners:
+        for adapter, rank in ranks.items():
+            shapes = {".lora_A": (rank, columns), ".lora_B": (rows, rank), MAGNITUDE: (rows,)}
             name = f"{PREFIX}{module}{owner}.{adapter}.weight"
-            yield replace(weight, name=name, shape=shape, trainable=True)
+            trains = adapter != REWARD
+            yield replace(weight, name=name, shape=shapes[owner], trainable=trains)
 
 
 @contextmanager

@@ -42,18 +42,21 @@ def matches(module: str, targets: tuple[str, ...]) -> bool:
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
-def check_targets(model: Model, targets: tuple[str, ...]) -> None:
-    """Raise InvalidRequest unless each target names at least one projection, and nothing else."""
+def check_targets(model: Model, targets: tuple[str, ...], key: str = "lora.targets") -> None:
+    """Raise InvalidRequest unless each target names at least one projection, and nothing else.
+
+    key: what messages call the targets.
+    """
     last_parts = sorted(_last_parts(model))
     known = f"projections of `{model.name}`: {', '.join(last_parts)}"
     if not targets:
-        raise InvalidRequest("`lora.targets` is empty: nothing would be trained", hint=known)
+        raise InvalidRequest(f"`{key}` is empty: nothing would be trained", hint=known)
     projections = set(_projections(model))
     modules = {w.name.rpartition(".")[0] for w in model.weights}
     joined = [t for t in targets if t.rpartition(".")[2] in JOINED]
     if joined and model.architecture.experts.count:
         raise InvalidRequest(
-            f"`lora.targets`: `{joined[0]}` of `{model.name}`, whose experts peft would adapt with"
+            f"`{key}`: `{joined[0]}` of `{model.name}`, whose experts peft would adapt with"
             " it, all of a layer as one",
             hint="adapt the projections of attention: q_proj, k_proj, v_proj, o_proj",
         )
@@ -62,7 +65,7 @@ def check_targets(model: Model, targets: tuple[str, ...]) -> None:
         if not hits or hits - projections:
             near = did_you_mean(target, last_parts)
             raise InvalidRequest(
-                f"`lora.targets`: `{target}` matches no projection of `{model.name}`",
+                f"`{key}`: `{target}` matches no projection of `{model.name}`",
                 hint=f"did you mean {near}? {known}" if near else known,
             )
 

@@ -33,7 +33,8 @@ def code_rows(model: Model, recipe: Recipe) -> Model:
 
 def is_projection(weight: Weight) -> bool:
     """Whether a quantised base stores this weight in fewer bits: a matrix of a block."""
-    return weight.part == "block" and len(weight.shape) == 2
+    matrix = weight.part == "block" and len(weight.shape) == 2
+    return matrix and ".lora_" not in weight.name  # a reward's adapter is frozen, too
 
 
 def check_base(model: Model, base_format: str, method: str) -> None:

@@ -214,7 +214,7 @@ def load(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeights | 
     model = build_model(recipe, kind)
     recorder.register_model(model)
     with recorder.watch_host(Phase.LOAD):
-        fill_weights(model, recipe, weights)
+        fill_weights(model, recipe, weights, EmptyWeights("", "", {}))
     optimizer = build_optimizer(recipe, model)
     recorder.register_optimizer(optimizer)
     return Built(recipe, model, optimizer)

@@ -44,7 +44,9 @@ from memfit.records.recipe import Regularisation
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
 Turn = Rotation | None  # None where a block does not rotate
-OUTSIDE = ("lm_head", "score", "decoder.project_in", "decoder.project_out")  # products of no block
+# products of no block
+OUTSIDE = ("lm_head", "score", "reward_score", "decoder.project_in", "decoder.project_out")
+BASE_LAYER = ".base_layer."  # in names of a module that an adapter stands beside
 # in names of a module that peft has copied to be trained: the module's own, and the copy's
 ORIGINAL, COPY = ".original_module.", ".modules_to_save.default."
 Documents = tuple[int, ...]  # the lengths of a row's documents, the same in every row
@@ -615,10 +617,12 @@ def _wide_logits(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
     return meta.cast(head, "float32")
 
 
-def row_scores(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
+def row_scores(
+    forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor, head: str = "score"
+) -> Tensor:
     """A score of each row, as train/step/preference.py: -> (batch,), fp32."""
     picked = at_ends(hidden, labels, shared=forward.ring is not None)
-    score = project(forward, weights, "score", picked)
+    score = project(forward, weights, head, picked)
     del picked
     if forward.tail is not None:
         forward.tail.leave(score)
@@ -631,13 +635,28 @@ def token_values(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
     return meta.view(meta.cast(made, "float32"), forward.batch, forward.tokens)
 
 
-def of_value(weights: Weights) -> Weights:
-    """The weights with the value's adapters in place of the policy's."""
+def with_adapter(weights: Weights, adapter: str) -> Weights:
+    """The weights with another adapter, such as `value`, in place of the policy's."""
+    own = f".{adapter}."
+    return without_wrappers(
+        {
+            name.replace(own, ".default.") if ".lora_" in name else name: weight
+            for name, weight in weights.items()
+            if ".lora_" not in name or own in name
+        }
+    )
+
+
+def without_wrappers(weights: Weights) -> Weights:
+    """The same, where modules that only another adapter stands beside are plain products."""
     return {
-        name.replace(".value.", ".default.") if ".lora_" in name else name: weight
+        name.replace(BASE_LAYER, ".") if not _is_adapted(weights, name) else name: weight
         for name, weight in weights.items()
-        if ".lora_" not in name or ".default." not in name
     }
+
+
+def _is_adapted(weights: Weights, name: str) -> bool:
+    return f"{name.partition(BASE_LAYER)[0]}.lora_A.default.weight" in weights
 
 
 def base_alone(weights: Weights) -> Weights:

@@ -40,6 +40,12 @@ def read_widths(source: str) -> dict[str, int]:
         return {}
 
 
+def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape, of one file. Raises OSError, ValueError, KeyError: not safetensors."""
+    header = _read_header(file)
+    return {name: tuple(row["shape"]) for name, row in header.items() if name != "__metadata__"}
+
+
 def _find_files(folder: Path) -> set[Path]:
     index = folder / INDEX
     if not index.exists():

@@ -60,7 +60,7 @@ def rollouts_on_host(recipe: Recipe) -> dict[str, int]:
     return {
         "rows": answers * rollout.width * (ROW + LOG_PROB * passes),
         "answers": ANSWER * tokens + DRAWN * drawn,
-        "reward_processes": len(recipe.reward.funcs) * parse_bytes(recipe.reward.memory),
+        "reward_processes": len(recipe.reward.functions) * parse_bytes(recipe.reward.memory),
     }
 
 
@@ -70,7 +70,7 @@ def describe_rollouts(recipe: Recipe) -> tuple[str, ...]:
     if not held:
         return ()
     own, processes = show_bytes(held["rows"] + held["answers"]), ""
-    if recipe.reward.funcs:
+    if recipe.reward.functions:
         processes = f", and at most {recipe.reward.memory} for each reward process"
         processes += " (`reward.memory`)"
     return (f"{own} of host memory for a rollout{processes}: in no verdict",)

@@ -29,9 +29,11 @@ from memfit.plan.memory.rollouts import (
     cache_of,
     explain_calls,
     inputs_of_answers,
+    inputs_of_rewards,
     inputs_of_values,
     key_dtype,
     rest_of_answers,
+    rest_of_rewards,
     rest_of_update,
     results_of_updates,
     scored_phases,
@@ -487,6 +489,13 @@ class _Step:
         slots, dtype = outline.slots(recipe), key_dtype(outline.model, recipe)
         cache = cache_of(outline.model.architecture, slots, dtype, self.device)
         walk_calls(level, cache, outline.calls(recipe), outline.counts)
+        if recipe.scored_by_adapter:
+            held = dict(level.live)
+            level.add(rest_of_rewards(recipe, self.device))
+            level.note(Phase.REWARD)
+            level.add(inputs_of_rewards(recipe, self.device))
+            walk_forward(level, Phase.REWARD, outline.scoring(recipe, Phase.REWARD), outline.counts)
+            level.reset(held)
         for number, phase in enumerate(scored_phases(recipe), start=1):
             held = dict(level.live)
             level.add(rest_of_answers(recipe, self.device, number))

@@ -22,7 +22,10 @@ FP32, INT64 = DTYPE_BYTES["float32"], DTYPE_BYTES["int64"]
 FIGURES, OF_VALUES = 6, 3  # fp32 that an update's log has, and a value's
 OF_AIMS = 3  # fp32 of a token that a value's micro-batch receives
 BATCH = (Kind.INPUT, "batch")
-SCORES = {Phase.SCORE: "policy", Phase.REFERENCE: "reference", Phase.VALUES: "value"}
+SCORES = {
+    Phase.REWARD: "reward", Phase.SCORE: "policy", Phase.REFERENCE: "reference",
+    Phase.VALUES: "value",
+}  # fmt: skip
 OF_CALLS = (Kind.KV_CACHE, Kind.ACTIVATIONS, Kind.LOGITS, Kind.TEMPORARY)  # explained by them
 CALLS = (Phase.PREFILL, Phase.DECODE)
 SCORED = (Phase.SCORE, Phase.REFERENCE, Phase.VALUES)
@@ -75,6 +78,16 @@ def rest_of_update(recipe: Recipe, device: Device) -> Parts:
 def rest_of_answers(recipe: Recipe, device: Device, scored: int) -> Parts:
     """The same from its end to the update; scored: how often numbers of tokens are there."""
     return _rest(recipe, device, scored, advantages=False)
+
+
+def rest_of_rewards(recipe: Recipe, device: Device) -> Parts:
+    """The scores of a rollout's answers while an adapter makes them; on the host."""
+    return hold(BATCH, [recipe.global_batch * FP32], device) if device.is_cpu else {}
+
+
+def inputs_of_rewards(recipe: Recipe, device: Device) -> Parts:
+    """Ids and labels of a micro-batch that is scored, of which none is there before its turn."""
+    return hold(BATCH, [recipe.tokens * INT64] * 2, device)
 
 
 def _rest(recipe: Recipe, device: Device, scored: int, *, advantages: bool) -> Parts:

@@ -370,7 +370,8 @@ class _Writer:
             self.enter(Phase.PREFILL if number < prefills else Phase.DECODE)
             self._play_alone(calls.meter, [slice(marks[0].event, marks[-1].event)])
         self.drop(cache)
-        for phase in scored_phases(recipe):
+        rewards = (Phase.REWARD,) if recipe.scored_by_adapter else ()
+        for phase in (*rewards, *scored_phases(recipe)):
             self.enter(phase)
             setting = without_history(self.setting).scoring(SCORES[phase])
             recording = _record(setting, batch)

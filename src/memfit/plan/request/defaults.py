@@ -89,7 +89,7 @@ def read_defaults(
         preference=choose_preference(request, method, whole="second-model"),
         rollout=choose_rollout(request),
         policy=choose_policy(request, method, second=True),
-        reward=choose_reward(request),
+        reward=choose_reward(request, method),
         method=method,
         lora=Lora(
             rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, scaling=lora.scaling,

@@ -11,6 +11,7 @@ import msgspec
 from memfit import catalog, families
 from memfit.adapters.shared.projections import choose_targets
 from memfit.adapters.shared.quantised_base import check_base
+from memfit.adapters.shared.stored import check_stored, is_stored
 from memfit.allocator.settings import check_allocator
 from memfit.base_formats import find_base_format
 from memfit.catalog import links
@@ -388,7 +389,7 @@ def first_recipe(
         preference=choose_preference(request, method),
         rollout=choose_rollout(request),
         policy=choose_policy(request, method),
-        reward=choose_reward(request),
+        reward=choose_reward(request, method),
         value=choose_value(request),
         lora=_lora(request, problem) if method in ADAPTED else Lora(),
         freeze=_freeze(request, problem) if method == "freeze" else Freeze(),
@@ -418,6 +419,8 @@ def first_recipe(
         quantisation=find_quantisation(request, base if method == "lora" else "bf16"),
     )
     check_offload(made, cpu=problem.device.is_cpu)
+    if is_stored(made.reward.adapter_folder):
+        check_stored(made)
     check_compiled(problem.model, made)
     check_ranks(made)
     return made

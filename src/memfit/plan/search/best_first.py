@@ -54,7 +54,7 @@ from memfit.plan.simulate.recompute import (
 )
 from memfit.plan.step_time.predicted_time import predict_timeline
 from memfit.records.recipe import Method, Parallel
-from memfit.records.reinforcement import pair_losses
+from memfit.records.reinforcement import find_adapter_folder, pair_losses
 from memfit.records.request import find_weights
 from memfit.records.results import Plan
 
@@ -258,10 +258,12 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
         methods = ["lora"]  # nothing else trains beside a quantised base
     elif request.method == "auto" and find_weights(request, problem.reference) == "random":
         methods = ["full"]  # an adapter on random weights has nothing to adapt
-    if request.method == "auto" and find_objective(request.task.objective).values:
-        methods = ["lora"]
-    needs_adapter = request.preference.reference == "adapter-off" or pair_losses(
-        request.task.objective
+    objective = request.task.objective
+    needs_adapter = (
+        find_objective(objective).values
+        or bool(find_adapter_folder(request.reward.funcs))
+        or request.preference.reference == "adapter-off"
+        or bool(pair_losses(objective))
     )
     if request.method == "auto" and needs_adapter:
         methods = ["lora"]

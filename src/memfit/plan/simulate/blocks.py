@@ -22,9 +22,10 @@ from memfit.families.shared.forward import (
     Weights,
     base_alone,
     module,
-    of_value,
     row_log_probs,
     row_scores,
+    with_adapter,
+    without_wrappers,
 )
 from memfit.families.shared.masks import make_masks
 from memfit.meta import Meter, Tensor
@@ -201,7 +202,10 @@ class Simulation:
             if bare
         ]
         valued = setting.loss.answers is not None and setting.loss.answers.values
-        self.valued = [(of_value(w), b) for w, b in self.blocks if valued]
+        self.valued = [(with_adapter(w, "value"), b) for w, b in self.blocks if valued]
+        judged = setting.loss.scores == "reward"
+        self.judged = [(with_adapter(w, "reward"), b) for w, b in self.blocks if judged]
+        self.blocks = [(without_wrappers(w), b) for w, b in self.blocks]
         self.without_gradient = [
             (
                 {name: weight.detached() for name, weight in w.items()},
@@ -439,6 +443,10 @@ class Simulation:
         """The same of the base with the value's adapter."""
         forward = self._with_attention(forward)
         return _backbone(forward, self, self.outside, self.valued, boundaries)
+
+    def find_judged(self, forward: Forward) -> Tensor:
+        """The same with the adapter of a reward model."""
+        return _backbone(self._with_attention(forward), self, self.outside, self.judged, [])
 
     def find_reference(self, forward: Forward) -> tuple[Weights, Tensor]:
         """The base's own weights outside of its blocks, and what its blocks make."""

@@ -131,7 +131,8 @@ class Loss(Record, frozen=True, kw_only=True):
     learns: str = ""  # of which tokens of preferred rows a cross-entropy is added, see `Objective`
     precomputed: bool = False  # the reference's log-probabilities come with the batch
     answers: Answering | None = None  # rows are sampled answers, which rewards judge
-    scores: str = ""  # numbers of tokens alone: of the `policy`, the `reference` or the `value`
+    # numbers of tokens alone: of the `policy`, the `reference` or the `value`; of rows: `reward`
+    scores: str = ""
     references: int = 0  # forwards of the base model alone before each micro-batch's own
     compares: Comparing | None = None  # another framework's loss of pairs; its policy comes first
     second: str = ""  # the dtype of a second model's weights, where that is the reference

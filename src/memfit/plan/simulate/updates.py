@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.adapters.shared.peft_layers import base_name
+from memfit.adapters.shared.stored import stored_names
 from memfit.families import find_family, read_model
 from memfit.families.weight_files.headers import UNKNOWN, read_widths
 from memfit.families.weight_files.names import file_parts, find_parts
@@ -143,12 +144,16 @@ class _Around:
         On a GPU files are read on the host. `train.weights.EmptyWeights` is the same of a trace.
         """
         recipe = self.recipe
-        if not self.device.is_cpu or recipe.weights != "pretrained":
+        if not self.device.is_cpu:
             return {}
+        of_reward = stored_names(self.model).values() if recipe.scored_by_adapter else ()
+        judging = [prod(shape) * DTYPE_BYTES[UNKNOWN] for _, shape in of_reward]
+        if recipe.weights != "pretrained":
+            return {(Kind.TEMPORARY, "model"): max(judging)} if judging else {}
         widths, plain = read_widths(recipe.model.source), read_model(recipe.model)
         prefix, family = plain.weights[0].name.partition(".")[0], plain.architecture.family
         names, own = {w.name for w in plain.weights}, {w.name: w for w in self.model.weights}
-        largest = [0]
+        largest = [0, *judging]
         for weight in self.whole.weights:
             name, shape = base_name(weight.name), weight.shape
             if name not in names:

@@ -17,7 +17,7 @@ from math import prod
 
 from msgspec.structs import replace
 
-from memfit.adapters.shared.peft_layers import MAGNITUDE, VALUE
+from memfit.adapters.shared.peft_layers import MAGNITUDE, REWARD, VALUE
 from memfit.core.errors import TimeUnknown
 from memfit.families import find_family
 from memfit.plan.frameworks import find_framework
@@ -55,7 +55,7 @@ from memfit.records.results import Time
 from memfit.records.timeline import Span, Timeline
 
 # Where the device's speed is unknown, recipes are still ranked, by rates nobody claims.
-VALUE_ADAPTER = f".{VALUE}.weight"  # in the names of its matrices
+OTHER_ADAPTERS = f".{VALUE}.weight", f".{REWARD}.weight"  # how their matrices' names end
 RANKING_FLOPS, RANKING_BANDWIDTH = {"fp32": 1e12, "bf16": 1.5e12, "fp16": 1.5e12}, 5e10
 
 
@@ -121,7 +121,7 @@ def sum_up(model: Model) -> Totals:
         numel = model.active(w)
         if w.part == "head" and (a.scores or w.name.endswith(SCORE)):
             continue  # a number of a row or a token: nothing beside the others
-        if VALUE_ADAPTER in w.name:
+        if w.name.endswith(OTHER_ADAPTERS):
             continue  # which runs in the policy's place
         if w.part == "head":
             head, head_trained = head + numel, head_trained + numel * w.trainable

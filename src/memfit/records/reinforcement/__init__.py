@@ -27,12 +27,21 @@ OF_TOKENS = ("dapo", "dr_grpo", "grpo")  # values of `policy.loss_type` of objec
 
 
 REWARDS = ("number", "regex", "format", "length")  # reward functions that ship
+ADAPTER = "adapter:"  # before the folder of a reward model's adapter, on the base that is trained
 
 
 def check_spec(spec: str) -> None:
     """Raise InvalidRequest where a text names neither a reward that ships nor a file's function."""
     name, _, rest = spec.partition(":")
     path, _, function = spec.rpartition(":")
+    if spec.startswith(ADAPTER) or spec == ADAPTER.rstrip(":"):
+        if not rest:
+            raise InvalidRequest(
+                f"`reward.funcs: {spec}` has no folder",
+                hint="write `adapter:FOLDER`, such as the `model` folder of an `objective: reward`"
+                " run with `method: lora`",
+            )
+        return
     if name in REWARDS:
         if name == "regex" and not rest:
             raise InvalidRequest(
@@ -45,7 +54,25 @@ def check_spec(spec: str) -> None:
         raise InvalidRequest(
             f"`reward.funcs: {spec}` is no reward that ships ({', '.join(REWARDS)}) and no"
             " function of a file",
-            hint=f"did you mean {near}?" if near else "write `FILE.py:NAME` for one of your own",
+            hint=f"did you mean {near}?"
+            if near
+            else "write `FILE.py:NAME` for one of your own, or `adapter:FOLDER`",
+        )
+
+
+def find_adapter_folder(funcs: tuple[str, ...]) -> str:
+    """The folder of the reward model's adapter among reward functions; "" where there is none."""
+    return next((f.removeprefix(ADAPTER) for f in funcs if f.startswith(ADAPTER)), "")
+
+
+def check_one_adapter(funcs: tuple[str, ...]) -> None:
+    """Raise InvalidRequest where two adapters are to judge."""
+    found = [f for f in funcs if f.startswith(ADAPTER)]
+    if len(found) > 1:
+        raise InvalidRequest(
+            f"`reward.funcs` has {len(found)} adapters, `{found[0]}` and `{found[1]}`: one can"
+            " stand on the base",
+            hint="leave one out, or train one reward model of both",
         )
 
 
@@ -232,17 +259,44 @@ class ValueSettings(Record, frozen=True, kw_only=True):
                 raise InvalidRequest(f"`value.{name}: {value:g}` is below 0{above}")
 
 
+class RewardAdapter(Record, frozen=True, kw_only=True):
+    """A reward model's adapter, which stands frozen beside the policy's on the same base."""
+
+    rank: int = 0  # 0: no reward is made by an adapter
+    alpha: float = 0.0
+    targets: tuple[str, ...] = ()  # last parts of module names, such as `q_proj`
+    scaling: Literal["plain", "rank-stabilised"] = "plain"  # see `Lora`
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest for an adapter without matrices."""
+        if self.rank < 0 or bool(self.rank) != bool(self.targets):
+            raise InvalidRequest(
+                f"`reward.adapter` has rank {self.rank} and {len(self.targets)} targets: both are"
+                " needed",
+                hint="write `reward.adapter: {rank: 16, alpha: 32, targets: [q_proj, v_proj]}`",
+            )
+
+
 class RewardSettings(Record, frozen=True, kw_only=True):
     """Who judges answers, and what each may take."""
 
-    funcs: tuple[str, ...] = ()  # `number`, `regex:PATTERN`, `format`, `length` or `FILE.py:NAME`
+    # `number`, `regex:PATTERN`, `format`, `length`, `FILE.py:NAME`, or once `adapter:FOLDER`
+    funcs: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()  # of each function; empty: 1 each
     timeout: float = 10.0  # seconds of one call
     memory: str = "4 GiB"  # of a function's process, address space counted
     missing_eos_penalty: float = 0.0  # is taken off the reward of an answer that reached its limit
+    adapter: RewardAdapter = RewardAdapter()  # of the folder that `funcs` names
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest where weights and functions differ in number, or a limit is none."""
+        check_one_adapter(self.funcs)
+        if bool(self.adapter_folder) != bool(self.adapter.rank):
+            raise InvalidRequest(
+                f"`reward.adapter.rank: {self.adapter.rank}` beside `reward.funcs:"
+                f" {', '.join(self.funcs) or 'none'}`",
+                hint="an adapter's folder and its rank go together: plan the request",
+            )
         if self.weights and len(self.weights) != len(self.funcs):
             raise InvalidRequest(
                 f"`reward.weights` has {len(self.weights)} numbers, and `reward.funcs`"
@@ -262,9 +316,19 @@ class RewardSettings(Record, frozen=True, kw_only=True):
         units.parse_bytes(self.memory)
 
     @property
+    def functions(self) -> tuple[str, ...]:
+        """Those of `funcs` that run in a process of their own."""
+        return tuple(f for f in self.funcs if not f.startswith(ADAPTER))
+
+    @property
+    def adapter_folder(self) -> str:
+        """Where the reward model's adapter lies; "" where none judges."""
+        return find_adapter_folder(self.funcs)
+
+    @property
     def files(self) -> tuple[str, ...]:
         """Paths of the user's own functions."""
-        named = (f for f in self.funcs if f.partition(":")[0] not in REWARDS)
+        named = (f for f in self.functions if f.partition(":")[0] not in REWARDS)
         return tuple(f.rpartition(":")[0] for f in named)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -17,7 +17,13 @@ from memfit.core.kinds_of_numbers import (
     Truth,
 )
 from memfit.records import Record
-from memfit.records.reinforcement import Level, ScaleRewards, check_spec
+from memfit.records.reinforcement import (
+    Level,
+    ScaleRewards,
+    check_one_adapter,
+    check_spec,
+    find_adapter_folder,
+)
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number from 0 to 1")]
 Size = Annotated[str, msgspec.Meta(description="a size with its unit, for example `4 GiB`")]
@@ -69,20 +75,42 @@ class PpoRequest(Record, frozen=True, kw_only=True):
     whiten_rewards: bool = False
 
 
+class RewardAdapterRequest(Record, frozen=True, kw_only=True):
+    """A reward model's adapter that is not there yet; used when `reward.funcs` names a folder."""
+
+    rank: Positive | Auto = "auto"  # auto: all four are read from the folder
+    alpha: PositiveFloat | Auto = "auto"
+    targets: tuple[str, ...] | Auto = "auto"
+    scaling: Literal["auto", "plain", "rank-stabilised"] = "auto"
+
+    @property
+    def stated(self) -> bool:
+        """Whether anything is."""
+        return self != RewardAdapterRequest()
+
+
 class RewardRequest(Record, frozen=True, kw_only=True):
     """Who judges the answers; used by the objectives that sample answers."""
 
-    funcs: tuple[str, ...] = ()  # number, regex:PATTERN, format, length or FILE.py:NAME
+    # number, regex:PATTERN, format, length, FILE.py:NAME, or once adapter:FOLDER
+    funcs: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     timeout: PositiveFloat = 10.0  # seconds of one call
     memory: Size = "4 GiB"
     missing_eos_penalty: NotNegativeFloat = 0.0
+    adapter: RewardAdapterRequest = RewardAdapterRequest()
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest for a size without a unit, or a function that can be none."""
         units.parse_bytes(self.memory)
         for spec in self.funcs:
             check_spec(spec)
+        check_one_adapter(self.funcs)
+        if self.adapter.stated and not find_adapter_folder(self.funcs):
+            raise InvalidRequest(
+                "`reward.adapter` is stated, and `reward.funcs` names no adapter's folder",
+                hint="write `reward.funcs: [adapter:FOLDER]`",
+            )
         if self.weights and len(self.weights) != len(self.funcs):
             raise InvalidRequest(
                 f"`reward.weights` has {len(self.weights)} numbers, and `reward.funcs`"

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from memfit.adapters.shared.stored import check_stored
 from memfit.catalog import find_device
 from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest, RunFailed
@@ -228,6 +229,7 @@ def build_samplers(
     """Training and evaluation batches of a recipe, as one rank reads them; or its prompts."""
     if isinstance(data.training, Prompts):
         check_rewards(recipe.reward)
+        check_stored(recipe)
         prompts = data.held_out if isinstance(data.held_out, Prompts) else None
         return PromptRows(data.training, recipe, request.task.data, prompts), None
     training = build_sampler(data.training, recipe, request.task.data, rank)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memfit.core.libraries import quiet_import
 from memfit.families import family_of, without_dropout
-from memfit.records.model import SCORE
+from memfit.records.model import REWARD_SCORE, SCORE
 from memfit.records.recipe import Recipe
 from memfit.train.model.attention import BACKENDS, register_attention
 from memfit.train.model.attention_classes import hand_on_documents, register_class
@@ -101,6 +101,11 @@ def score_head(model: nn.Module) -> nn.Module:
     """The head of one number, which a reward model has in place of the language model's own and a
     value has beside it."""
     return cast(nn.Module, getattr(base_model(model), SCORE.partition(".")[0]))
+
+
+def reward_head(model: nn.Module) -> nn.Module:
+    """The head of one number of a reward model's adapter."""
+    return cast(nn.Module, getattr(base_model(model), REWARD_SCORE.partition(".")[0]))
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit.adapters import find_adapter
 from memfit.adapters.shared.apply import replace_parameters
 from memfit.adapters.shared.peft_layers import add_score_head, stored_name
+from memfit.adapters.shared.stored import stored_names
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import read_json_table
 from memfit.families import read_model
@@ -58,12 +59,16 @@ class Weights(Protocol):
         """One of them, in host memory, as the file stores it; box: of each dimension, only that."""
 
 
-def fill_weights(model: nn.Module, recipe: Recipe, weights: Weights | None = None) -> None:
+def fill_weights(
+    model: nn.Module, recipe: Recipe, weights: Weights | None = None,
+    judge: Weights | None = None,
+) -> None:  # fmt: skip
     """Give every parameter its value; adapters start as peft's do, changing nothing.
 
     `random` is Hugging Face's own initialisation; equal seeds give equal base weights whatever
     the method. `pretrained` reads the folder or hub id `recipe.model.source`, tensor by tensor,
-    casting to the stored dtype. weights: what to read in place of that source.
+    casting to the stored dtype. weights: what to read in place of that source; judge: and in place
+    of the folder of a reward model's adapter.
     Raises InvalidRequest: no weights file, a truncated one, a missing tensor, a wrong shape.
     """
     gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
@@ -75,6 +80,16 @@ def fill_weights(model: nn.Module, recipe: Recipe, weights: Weights | None = Non
             prefix = base_model(model).base_model_prefix
             copy_base(model, recipe, weights or FileWeights(recipe.model.source, prefix))
         find_adapter(recipe).reset(model, recipe)
+        if recipe.scored_by_adapter:
+            _fill_judge(model, recipe, judge)
+
+
+def _fill_judge(model: nn.Module, recipe: Recipe, source: Weights | None) -> None:
+    """The adapter and the head of a reward model, from peft's file."""
+    own = dict(model.named_parameters())
+    names = stored_names(find_adapter(recipe).adapt(read_model(recipe.model), recipe))
+    source = source or FileWeights(recipe.reward.adapter_folder, "", ADAPTER)
+    copy_weights({stored: own[name] for name, (stored, _) in names.items()}, source)
 
 
 def split_base(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -65,12 +66,20 @@ def check_named(settings: RewardSettings) -> None:
 def check_rewards(settings: RewardSettings) -> None:
     """Raise InvalidRequest where nobody judges, or a named file is not there."""
     check_named(settings)
-    for spec in settings.funcs:
+    for spec in settings.functions:
         check_readable(spec)
 
 
+def take_finite(scores: Sequence[float]) -> Judged:
+    """Scores as rewards; one that is no finite number is none."""
+    good = [math.isfinite(score) for score in scores]
+    rewards = tuple(s if fine else None for s, fine in zip(scores, good, strict=True))
+    return Judged(rewards, +Counter({"not finite": len(good) - sum(good)}))
+
+
 class Judges:
-    """The functions of `reward.funcs`, each in its own process. A context manager.
+    """The functions of `reward.funcs`, each in its own process; an adapter's scores come with
+    a call of `judge`. A context manager.
 
     start: what judges in place of such a process.
     Raises InvalidRequest: no function, or one that cannot be loaded.
@@ -83,6 +92,8 @@ class Judges:
         self._stack = ExitStack()
         self._judges = [
             self._stack.enter_context(start(spec, seconds=settings.timeout, memory=memory))
+            if spec in settings.functions
+            else None
             for spec in settings.funcs
         ]
 
@@ -107,12 +118,16 @@ class Judges:
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Any],
+        scores: Sequence[float] = (),
     ) -> Verdict:
-        """What all functions together say of a batch."""
+        """What all functions together say of a batch; scores: of a reward model's adapter."""
         failures: Counter[str] = Counter()
         rows = []
         for judge in self._judges:
-            found = judge.judge(prompts, completions, completion_ids, columns)
+            if judge is None:
+                found = take_finite(scores)
+            else:
+                found = judge.judge(prompts, completions, completion_ids, columns)
             failures += found.failures
             rows.append([torch.nan if r is None else r for r in found.rewards])
         by_function = torch.tensor(rows, dtype=torch.float32).T

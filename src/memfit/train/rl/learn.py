@@ -31,6 +31,7 @@ from memfit.train.rl.advantages import (
     penalise,
 )
 from memfit.train.rl.policy_loss import Answers, Counts, name_sums
+from memfit.train.rl.rewards.adapter import Cut, cut_all, scores_of
 from memfit.train.rl.rollout import Experience, Prompt, Sampling, roll_out
 from memfit.train.rl.rows import answer_mask, lay_out
 from memfit.train.rl.values import Aims, aim, find_counted
@@ -99,14 +100,6 @@ class Summary(NamedTuple):
     update_tokens: int  # of prompts and answers, of one pass over the rollout
 
 
-Cut = Callable[[int, int], Sequence[slice]]  # rows, those of a micro-batch -> micro-batches
-
-
-def cut_all(rows: int, each: int) -> Sequence[slice]:
-    """All micro-batches of the rows."""
-    return [slice(start, start + each) for start in range(0, rows, each)]
-
-
 def iterate(
     built: Built, learning: Learning, iteration: int,
     *, observer: Observer = NOBODY, cut: Cut = cut_all,
@@ -117,8 +110,9 @@ def iterate(
     """
     learning.check(built.recipe)
     at_work = _Work(built, learning, observer, cut)
-    experience = roll_out(built, learning.sampling, iteration)
     rollout = learning.sampling.rollout
+    judge = scores_of(built, rollout, observer, cut)
+    experience = roll_out(built, learning.sampling, iteration, judge)
     start = time.perf_counter()
     batch = lay_out(
         [p.ids for p in experience.prompts],

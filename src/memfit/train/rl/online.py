@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from memfit.adapters.shared.stored import CONFIG, WEIGHTS
 from memfit.core.errors import RunFailed
 from memfit.optimizers.shared.groups import set_rate
 from memfit.records.recipe import Recipe
@@ -21,6 +22,7 @@ from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, Summary, iterate
 from memfit.train.rl.prompts import PromptRows, choose_of_portions
+from memfit.train.rl.rewards.adapter import scores_of
 from memfit.train.rl.rollout import Sampling, find_truncated, judge_answers
 from memfit.train.rl.sampling import answer_greedily, sample_in_slots
 from memfit.train.run.session import WATCHED_FIRST, Session
@@ -52,8 +54,10 @@ def learning_of(recipe: Recipe, rows: object, tokenizer: Tokenizer) -> Iterator[
 
 
 def digest_rewards(settings: RewardSettings) -> str:
-    """Of the content of the user's own reward functions; "" where there are none."""
+    """Of the content of the user's own reward functions and of an adapter; "" where none is."""
     paths = [Path(path) for path in settings.files]
+    if folder := settings.adapter_folder:
+        paths += [Path(folder) / name for name in (CONFIG, WEIGHTS)]
     if not paths:
         return ""
     facts = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
@@ -117,7 +121,8 @@ def evaluate_prompts(
         built, [p.ids for p in prompts], sampling.rollout, answers, sampling.end,
         observer=observer, decode=sampling.decode,
     )  # fmt: skip
-    _, verdict = judge_answers(sampling, prompts, completions)
+    judge = scores_of(built, sampling.rollout, observer)
+    _, verdict = judge_answers(sampling, prompts, completions, judge)
     rewards = [r for r in verdict.rewards.tolist() if r == r]
     count = len(rewards)
     mean = sum(rewards) / count if count else None

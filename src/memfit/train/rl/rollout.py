@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,13 @@ from memfit.train.step.build import Built
 
 COLUMN_OF_PROMPTS = "prompt"
 STOPPED = ("stop_token", "stop_word")  # why an answer ended that was not cut
+
+
+class Score(Protocol):
+    """What a reward model on the same base makes of answers."""
+
+    def __call__(self, prompts: Sequence[Ids], completions: Sequence[Ids]) -> list[float]:
+        """A score of each."""
 
 
 class Prompt(NamedTuple):
@@ -109,8 +116,13 @@ def choose_prompts(count: int, groups: int, seed: int, iteration: int, attempt: 
     return [epochs[place // count][place % count] for place in places]
 
 
-def roll_out(built: Built, sampling: Sampling, iteration: int) -> Experience:
-    """Sample and judge; with `dynamic_sampling`, until enough groups tell answers apart."""
+def roll_out(
+    built: Built, sampling: Sampling, iteration: int, score: Score | None = None
+) -> Experience:
+    """Sample and judge; with `dynamic_sampling`, until enough groups tell answers apart.
+
+    score: of a reward model's adapter, where one judges.
+    """
     rollout, found = sampling.rollout, _Found()
     for attempt in range(rollout.dynamic_sampling + 1):
         if sampling.choose is not None:
@@ -119,29 +131,31 @@ def roll_out(built: Built, sampling: Sampling, iteration: int) -> Experience:
             rows = choose_prompts(
                 len(sampling.prompts), sampling.groups, sampling.seed, iteration, attempt
             )
-        found.add(*_sample_and_judge(built, sampling, rows, (iteration, attempt)), rollout)
+        found.add(*_sample_and_judge(built, sampling, rows, (iteration, attempt), score), rollout)
         if found.uneven >= sampling.groups or not rollout.dynamic_sampling:
             break
     return found.take(sampling.groups, rollout.num_generations)
 
 
 def _sample_and_judge(
-    built: Built, sampling: Sampling, rows: Sequence[int], when: tuple[int, int]
-) -> tuple[list[Prompt], list[Completion], list[str], Verdict, float, float]:
+    built: Built, sampling: Sampling, rows: Sequence[int], when: tuple[int, int],
+    score: Score | None,
+) -> tuple[list[Prompt], list[Completion], list[str], Verdict, float, float]:  # fmt: skip
     rollout = sampling.rollout
     prompts = [sampling.prompts[row] for row in rows for _ in range(rollout.num_generations)]
     chance = int(_random(sampling.seed, *when, 1).integers(2**62))
     start = time.perf_counter()
     completions = sampling.sample(built, [p.ids for p in prompts], rollout, sampling.end, chance)
     sampled = time.perf_counter()
-    texts, verdict = judge_answers(sampling, prompts, completions)
+    texts, verdict = judge_answers(sampling, prompts, completions, score)
     judged = time.perf_counter()
     return prompts, completions, texts, verdict, sampled - start, judged - sampled
 
 
 def judge_answers(
-    sampling: Sampling, prompts: Sequence[Prompt], completions: Sequence[Completion]
-) -> tuple[list[str], Verdict]:
+    sampling: Sampling, prompts: Sequence[Prompt], completions: Sequence[Completion],
+    score: Score | None = None,
+) -> tuple[list[str], Verdict]:  # fmt: skip
     """Texts of answers, one to each prompt, and their rewards."""
     rollout = sampling.rollout
     texts = [sampling.decode(_without_end(c.ids, sampling.end)) for c in completions]
@@ -149,12 +163,15 @@ def judge_answers(
     for name in prompts[0].columns:
         if name != COLUMN_OF_PROMPTS:
             columns[name] = [p.columns.get(name) for p in prompts]
+    ids = [c.ids for c in completions]
+    scores = [] if score is None else score([p.ids for p in prompts], ids)
     questions = [p.columns[COLUMN_OF_PROMPTS] for p in prompts]
     verdict = sampling.judges.judge(
         questions,
         [_answer(prompt, text) for prompt, text in zip(questions, texts, strict=True)],
-        [c.ids for c in completions],
+        ids,
         columns,
+        scores,
     )
     if sampling.missing_eos_penalty:
         off = sampling.missing_eos_penalty * find_truncated(completions).float()

@@ -36,6 +36,15 @@ def lay_out(prompts: Sequence[Ids], completions: Sequence[Ids], width: int) -> B
     return Batch(ids, labels)
 
 
+def lay_out_scored(prompts: Sequence[Ids], completions: Sequence[Ids], width: int) -> Batch:
+    """The same rows; of each, the last token alone is labelled, which a reward model scores."""
+    batch = lay_out(prompts, completions, width)
+    labels = batch.labels.fill_(IGNORE)
+    for row, (prompt, answer) in enumerate(zip(prompts, completions, strict=True)):
+        labels[row, len(prompt) + len(answer) - 1] = 0
+    return batch
+
+
 def answer_mask(labels: Tensor, counted: Tensor) -> Tensor:
     """(rows, tokens) fp32: 1 at each token of an answer that counts; counted: (rows,) bool."""
     return (labels != IGNORE).float() * counted.float().unsqueeze(1)

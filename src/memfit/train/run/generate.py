@@ -17,6 +17,7 @@ from memfit.core.system.reading import read_json_table
 from memfit.families import read_model
 from memfit.records import read_json
 from memfit.records.recipe import Attention, Parallel, Recipe
+from memfit.records.reinforcement import RewardSettings
 from memfit.records.results import Run
 from memfit.train.checkpoint.export import FOLDER
 from memfit.train.data.tokenizer import read_tokenizer
@@ -181,7 +182,8 @@ def build_generator(recipe: Recipe, device: str) -> nn.Module:
     alone = replace(  # one process, whatever the recipe's mesh is
         recipe, attention=kernel, recompute_blocks=0, selective_blocks=0, loss="plain",
         loss_chunk=0, compile="none", offload="none", parallel=Parallel(),
-        objective="sft" if recipe.values else recipe.objective,  # the policy alone answers
+        # the policy alone answers, and nothing judges
+        objective="sft" if recipe.values else recipe.objective, reward=RewardSettings(),
     )  # fmt: skip
     model = build_model(alone, device).eval()
     if recipe.autocast:

@@ -229,7 +229,8 @@ def _find_other_rewards(session: Session, before: Run | None) -> Iterator[str]:
     """Goes on with reward functions that are no longer those that the run began with."""
     then = before.environment.get("rewards", "") if before else ""
     if then and then != session.rewards_digest:
-        files = ", ".join(session.recipe.reward.files)
+        reward = session.recipe.reward
+        files = ", ".join((*reward.files, *filter(None, (reward.adapter_folder,))))
         yield f"`{files}` changed since this run began: answers are judged otherwise from here on"
 
 

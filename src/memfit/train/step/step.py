@@ -19,7 +19,7 @@ from memfit.parallelism.tensor import sharing
 from memfit.records.ledger import Phase
 from memfit.train.distributed.pipeline import PhaseTracker, Stage, alone, find_pipeline, run_stages
 from memfit.train.model.attention import Documents, make_band
-from memfit.train.model.hugging_face import parts, score_head
+from memfit.train.model.hugging_face import parts, reward_head, score_head
 from memfit.train.rl.policy_loss import Answers, policy_loss
 from memfit.train.rl.token_log_probs import TokenLogProbs, token_log_probs
 from memfit.train.rl.values import Aims, value_loss
@@ -303,6 +303,13 @@ def row_values(built: Built, batch: Batch) -> Tensor:
     valuing = find_adapter(built.recipe).valuing(built.model)
     with evaluating(built.model), torch.no_grad(), autocast(built), valuing:
         return _values(built, _hidden(built, batch))
+
+
+def answer_scores(built: Built, batch: Batch) -> Tensor:
+    """(rows,) fp32: what the reward model's adapter and head make of each row's labelled token."""
+    judging = find_adapter(built.recipe).judging(built.model)
+    with evaluating(built.model), torch.no_grad(), autocast(built), judging:
+        return row_scores(reward_head(built.model), _hidden(built, batch), batch.labels)
 
 
 def autocast(built: Built) -> AbstractContextManager[object]:

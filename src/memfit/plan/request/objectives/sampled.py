@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from memfit.adapters.shared.stored import is_stored, read_stored
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import Objective, find_objective
 from memfit.plan.memory.verdict import doubt_other_lengths
@@ -11,13 +12,22 @@ from memfit.records.hardware import Device
 from memfit.records.objectives import (
     check_answered_once,
     check_no_preference,
+    check_reward_adapter,
     check_sampled_pairs,
     check_two_answers,
     check_values,
     refuse_sampled,
 )
-from memfit.records.recipe import ADAPTED, Method, Recipe
-from memfit.records.reinforcement import Policy, RewardSettings, Rollout, ValueSettings, pair_losses
+from memfit.records.recipe import ADAPTED, OWN_STEP, Method, Recipe
+from memfit.records.reinforcement import (
+    Policy,
+    RewardAdapter,
+    RewardSettings,
+    Rollout,
+    ValueSettings,
+    find_adapter_folder,
+    pair_losses,
+)
 from memfit.records.reinforcement.requested import PolicyRequest, PpoRequest
 from memfit.records.request import PreferenceRequest, Request
 from memfit.records.results import Memory
@@ -228,8 +238,9 @@ def choose_value(request: Request) -> ValueSettings:
     )  # fmt: skip
 
 
-def choose_reward(request: Request) -> RewardSettings:
-    """Of a recipe."""
+def choose_reward(request: Request, method: Method) -> RewardSettings:
+    """Of a recipe; raises InvalidRequest for a reward's adapter that is not there, or nowhere to
+    stand."""
     if not samples(request):
         return RewardSettings()
     stated = request.reward
@@ -239,7 +250,33 @@ def choose_reward(request: Request) -> RewardSettings:
         timeout=stated.timeout,
         memory=stated.memory,
         missing_eos_penalty=stated.missing_eos_penalty,
+        adapter=_choose_reward_adapter(request, method),
     )
+
+
+def _choose_reward_adapter(request: Request, method: Method) -> RewardAdapter:
+    """That of the folder; or what is stated of one that is not there yet."""
+    folder, stated = find_adapter_folder(request.reward.funcs), request.reward.adapter
+    if not folder:
+        return RewardAdapter()
+    check_reward_adapter(folder, method)
+    if request.framework != OWN_STEP:
+        raise InvalidRequest(
+            f"`reward.funcs: adapter:{folder}` with `framework: {request.framework}`: only memfit's"
+            " own step has reward and policy on one base",
+            hint="use `framework: memfit`, or a reward function of your own",
+        )
+    keys = {k: v for k in stated.__struct_fields__ if (v := getattr(stated, k)) != "auto"}
+    if is_stored(folder):
+        return replace(read_stored(folder), **keys)
+    if missing := [k for k in ("rank", "targets") if k not in keys]:
+        raise InvalidRequest(
+            f"`reward.funcs: adapter:{folder}`: there is no adapter in `{folder}`, and"
+            f" `reward.adapter.{missing[0]}` is not stated",
+            hint="train it (`objective: reward`, `method: lora`), or plan ahead with"
+            " `reward.adapter: {rank: 16, alpha: 32, targets: [q_proj, v_proj]}`",
+        )
+    return RewardAdapter(**{"alpha": 2.0 * keys["rank"], **keys})
 
 
 def describe_sampled(request: Request, recipe: Recipe) -> str:

@@ -5,11 +5,20 @@ from __future__ import annotations
 from typing import Protocol
 
 from memfit import meta
-from memfit.families.shared.forward import Forward, Weights, token_log_probs, token_values
+from memfit.families.shared.forward import (
+    Forward,
+    Weights,
+    row_scores,
+    token_log_probs,
+    token_values,
+)
 from memfit.meta import Tensor
 from memfit.meta.losses.policy import FIGURES, policy_loss
 from memfit.meta.losses.values import value_loss
 from memfit.plan.simulate.setting import Setting
+from memfit.records.model import REWARD_SCORE
+
+REWARD_HEAD = REWARD_SCORE.removesuffix(".weight")
 
 
 class Simulated(Protocol):
@@ -26,6 +35,9 @@ class Simulated(Protocol):
 
     def find_valued(self, forward: Forward, boundaries: list[int]) -> Tensor:
         """The same of the base with the value's adapter."""
+
+    def find_judged(self, forward: Forward) -> Tensor:
+        """The same with the adapter of a reward model."""
 
     def find_reference(self, forward: Forward) -> tuple[Weights, Tensor]:
         """The base's own weights outside of its blocks, and what its blocks make."""
@@ -63,8 +75,14 @@ def learn_values(
 
 
 def score_tokens(simulation: Simulated, forward: Forward, labels: Tensor, *, of: str) -> None:
-    """A forward that keeps nothing; of: the `policy`, the `reference` or the `value`."""
+    """A forward that keeps nothing; of: the `policy`, the `reference`, the `value` or the
+    `reward`."""
     setting = simulation.setting
+    if of == "reward":
+        hidden = simulation.find_judged(forward)
+        simulation.mark("loss", "loss")
+        row_scores(forward, simulation.outside, hidden, labels, REWARD_HEAD)
+        return
     if of == "value":
         hidden = simulation.find_valued(forward, [])
         simulation.mark("loss", "loss")

@@ -49,14 +49,17 @@ def describe_phases(
             low, high, _ = find_decode_range(phase.seconds)
         else:
             low, high, _ = find_range(phase.seconds, stack, device)
+        because = phase.because
+        if phase.name == REWARD and recipe.reward.functions:
+            because += "; what reward functions take beside it is theirs"
         rate = phase.tokens / phase.seconds if phase.tokens and phase.seconds else None
         found.append(
             PhaseTime(
                 phase=phase.name, seconds=phase.seconds, seconds_low=low, seconds_high=high,
-                tokens=phase.tokens, tokens_per_second=rate, because=phase.because,
+                tokens=phase.tokens, tokens_per_second=rate, because=because,
             )
         )  # fmt: skip
-        if phase.name == "decode":
+        if phase.name == "decode" and not recipe.scored_by_adapter:
             found.append(_reward(recipe))
     return tuple(found)
 

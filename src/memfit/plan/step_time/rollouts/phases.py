@@ -25,6 +25,7 @@ UNDER = {
     "score": "under the policy that sampled",
     "reference": "the adapter switched off",
     "values": "with the value's adapter",
+    "reward": "with the reward model's adapter",
 }
 
 
@@ -95,6 +96,15 @@ def time_iteration(
         _prefill(setting, recipe, counts, device),
         _decode(decoding, counts),
     ]
+    if recipe.scored_by_adapter:
+        score = _score(setting, recipe, counts, device, "reward")
+        rounds = counts.rounds
+        phases.append(
+            score._replace(
+                seconds=rounds * score.seconds, tokens=rounds * score.tokens,
+                because=_times(rounds) + score.because,
+            )
+        )  # fmt: skip
     if scores_old(recipe.objective, recipe.policy):
         phases.append(_score(setting, recipe, counts, device, "score"))
     if recipe.policy.beta:
@@ -182,7 +192,7 @@ def _score(setting: Setting, recipe: Recipe, counts: Counts, device: Device, nam
     """A forward without a gradient of all rows, in the update's micro-batches."""
     alone = name == "reference"
     each = _forward(setting, device, adapters=not alone)
-    if name != "values":
+    if name not in ("values", "reward"):
         each += float(score_head(setting))
     because = f"a forward of all rows without a gradient, {UNDER[name]}"
     tokens = counts.answers * recipe.sequence_length
