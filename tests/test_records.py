@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,8 @@ class Found(NamedTuple):
     fields: int
 
 
-def find_classes(source: Path) -> list[Found]:
+@cache
+def find_classes(source: Path = SOURCE) -> list[Found]:
     """All classes below a folder that declare fields; class variables are none."""
     found = []
     for path in sorted(source.rglob("*.py")):
@@ -64,28 +66,25 @@ def find_classes(source: Path) -> list[Found]:
     return found
 
 
-CLASSES = find_classes(SOURCE)
-
-
 def dataclass_of(found: Found) -> str:
     """The decorator that makes it a dataclass; "" for none."""
     return next((one for one in found.decorators if "dataclass" in one), "")
 
 
 def test_a_record_has_no_more_fields_than_the_exceptions_say():
-    larger = {one.name for one in CLASSES if one.fields > MOST}
+    larger = {one.name for one in find_classes() if one.fields > MOST}
     assert larger == LARGER, "several records by meaning, or a named exception"
 
 
 def test_a_dataclass_holds_live_objects_or_changes_or_equals_nothing_else():
-    elsewhere = [one for one in CLASSES if dataclass_of(one) and one.package not in LIVE]
+    elsewhere = [one for one in find_classes() if dataclass_of(one) and one.package not in LIVE]
     values = [one.name for one in elsewhere if "frozen=True" in dataclass_of(one)]
     equal = [one.name for one in elsewhere if "eq=False" not in dataclass_of(one)]
     assert set(values) & set(equal) == set(), "a `Record` or a `NamedTuple` holds values"
 
 
 def test_a_struct_that_is_no_record_stands_where_no_verb_hands_it_on():
-    structs = [one for one in CLASSES if "msgspec.Struct" in one.bases]
+    structs = [one for one in find_classes() if "msgspec.Struct" in one.bases]
     assert [one.name for one in structs if one.package not in STRUCTS] == []
 
 

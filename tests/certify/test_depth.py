@@ -76,8 +76,8 @@ def test_every_phase_peaks_at_the_byte_of_the_full_trace(family: str, variant: s
 
 @pytest.mark.slow
 def test_two_kinds_of_blocks_grow_on_their_own() -> None:
-    recipe = replace(deep("llama", "none", 14), recompute_blocks=7)
-    assert find_runs(recipe) == (7, 7)
+    recipe = replace(deep("llama", "none", 10), recompute_blocks=5)
+    assert find_runs(recipe) == (5, 5)
     (found,) = sweep([recipe], H100)
     assert found == dict(trace(recipe, H100).phases)
 
@@ -136,6 +136,7 @@ def test_a_model_of_8_billion_parameters(changes: dict) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # the tests before find each phase's peak from shallow twins, too
 def test_a_model_of_80_blocks_where_a_line_through_two_depths_fails() -> None:
     recipe = of_catalogue("llama-3-70b", recompute_blocks=80, sequence_length=8192)
     full = dict(trace(recipe, H100).phases)

@@ -66,6 +66,7 @@ def blocks_by_hand() -> int:
 
 def refused() -> int:
     """The self-check: 1 when it refuses."""
+    fake_device._PROVED.clear()
     try:
         with fake_device.fake_device(H100):
             return 0
@@ -146,6 +147,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_reported(monkeypatch, name: str) -> None:
     break_it, check = FAULTS[name]
+    monkeypatch.setattr(fake_device, "_PROVED", {})
     assert check() == 0
     break_it(monkeypatch)
     if check is saved_by_blocks and break_it is drop_it_everywhere:

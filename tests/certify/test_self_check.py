@@ -26,11 +26,28 @@ T4 = make_device("NVIDIA", "t4", "7.5")
 MI300X = make_device("AMD", "mi300x", None)
 
 
+@pytest.fixture(autouse=True)
+def _proved_anew(monkeypatch):
+    monkeypatch.setattr(fake_device, "_PROVED", {})
+
+
 @pytest.mark.parametrize("device", [CPU, H100, A100, T4, MI300X], ids=lambda d: d.id)
 def test_this_torch_imitates(device) -> None:
     with fake_device.fake_device(device) as mode:
         assert len(mode.proofs) > 15
         assert all(proof.holds and proof.expected == proof.found for proof in mode.proofs)
+
+
+def test_a_process_makes_its_proofs_once_for_devices_that_are_alike(monkeypatch) -> None:
+    made = []
+    monkeypatch.setattr(fake_device, "check_imitation", lambda kind, flash: (kind, flash))
+    for device in (H100, H100, A100, CPU, T4, CPU, MI300X):
+        with fake_device.fake_device(device) as mode:
+            made.append(mode.proofs)
+    cuda, cpu = ("cuda", True), ("cpu", True)
+    assert made == [cuda, cuda, cuda, cpu, ("cuda", False), cpu, cuda]
+    assert made[0] is made[1] is not made[2]
+    assert made[3] is made[5]
 
 
 def test_real_tensors_on_this_cpu_hold_the_expected_bytes() -> None:

@@ -99,13 +99,15 @@ def hinted():
     return sorted(found)
 
 
-@pytest.mark.parametrize("text", hinted())
-def test_a_command_of_a_hint_exists(text):
-    verb, *rest = shlex.split(text)
-    command = app.get_command(click.Context(app), verb)
-    assert command is not None, text
-    known = {option for each in command.params for option in each.opts}
-    assert {word for word in rest if word.startswith("--")} <= {*known, "--help"}, text
+def test_the_commands_of_hints_exist():
+    found = hinted()
+    assert len(found) > 40
+    for text in found:
+        verb, *rest = shlex.split(text)
+        command = app.get_command(click.Context(app), verb)
+        assert command is not None, text
+        known = {option for each in command.params for option in each.opts}
+        assert {word for word in rest if word.startswith("--")} <= {*known, "--help"}, text
 
 
 def after(out, heading):

@@ -118,7 +118,8 @@ CASES = {
     "glm4_moe, lora": ("glm4_moe", WITH_KL),
 }  # fmt: skip
 WINDOWS = {"gemma3_text": {"sliding_window": 15}}
-SHORT = {"max_completion_length": 10}  # what steps of a long answer add is llama's to show
+SHORT = {"max_completion_length": 10}
+LONG = ("llama, dora", "llama, nf4")  # which show what steps of a long answer add
 # whose parts another family of these has, too
 ALIKE = (
     "qwen3, lora", "qwen3, full", "opt, lora", "phi, lora", "phi3, lora", "olmo2, full",
@@ -142,7 +143,7 @@ def make(family, setting, **more):
 
 def make_short(name, **more):
     family, (objective, changes, policy, slots) = CASES[name]
-    return make(family, (objective, changes, policy, slots if family == "llama" else SHORT | slots),
+    return make(family, (objective, changes, policy, slots if name in LONG else SHORT | slots),
                 **more)  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from memfit.ui.job import Wanted
 from memfit.ui.jobs import Job
 
 KEYS = {"model": json.dumps(TINY), "hardware.device": "cpu-x86", "seed": "77"}
-SHARE = (BEFORE + 1) / draw_spike().events  # of the width, where the spike is
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,8 @@ def show_peak(page, drawing, mark):
         page.locator(drawing).scroll_into_view_if_needed()
         flat = height_of(page, drawing, COLOURS["parameters"], 0.6)
         assert flat > 0.1
-        seen = height_of(page, drawing, COLOURS["logits"], SHARE)
+        share = (BEFORE + 1) / draw_spike().events  # of the width, where the spike is
+        seen = height_of(page, drawing, COLOURS["logits"], share)
         assert seen == pytest.approx(flat * SPIKE / units.GIB, rel=0.05), width
         assert page.text_content(mark).strip() == f"peak {units.show_bytes(SPIKE)}"
         box, figure = (page.locator(name).bounding_box() for name in (drawing, mark))

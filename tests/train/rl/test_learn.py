@@ -326,13 +326,11 @@ def test_too_few_prompts_are_named(make):
         Sampling(ROLLOUT, sampling.prompts[:1], 2, sampling.judges, str, sample_in_slots, END, 0)
 
 
-# of RLOO the next test has what five seeds learned
+# tests/train/test_online_run.py learns digits, and the next test has what five seeds learned
 @pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.usefixtures("certified_here", "without_levers")
-@pytest.mark.parametrize(
-    "objective",
-    ["grpo", *(pytest.param(o, marks=pytest.mark.wide) for o in ("rloo", "online_dpo"))],
-)
+@pytest.mark.parametrize("objective", ["grpo", "rloo", "online_dpo"])
 def test_a_reward_is_learned(objective, tmp_path, monkeypatch):
     """A share of bench/rl_learns.py. One digit for all prompts is right in a ninth of them."""
     spec = importlib.util.spec_from_file_location("rl_learns", BENCH)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memfit.certify.evidence.self_check import HEAD_DIM, check_imitation
+from memfit.certify.evidence.self_check import HEAD_DIM, Proof, check_imitation
 from memfit.certify.tracing.cuda_guard import cuda_hooks, install_guard
 from memfit.certify.tracing.cuda_kernels import cuda_kernels
 from memfit.certify.tracing.fast_fake import FastFakeMode
@@ -69,9 +69,21 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
             stack.enter_context(cuda_kernels(device))
         stack.enter_context(_backward_on_this_thread())
         mode = stack.enter_context(FastFakeMode())
-        flash = not refusal("flash", "bfloat16", Heads(HEAD_DIM), capability=device.capability)
-        mode.proofs = check_imitation(kind, flash=flash)
+        mode.proofs = _prove(device, kind)
         yield mode
+
+
+# What this process has proved of torch's imitation, by what it reads of a device.
+_PROVED: dict[tuple[str, tuple[int, int] | None], tuple[Proof, ...]] = {}
+
+
+def _prove(device: Device, kind: str) -> tuple[Proof, ...]:
+    """The self-check inside the fake device, once in a process for all devices that are alike."""
+    like = (device.platform, device.capability)
+    if like not in _PROVED:
+        flash = not refusal("flash", "bfloat16", Heads(HEAD_DIM), capability=device.capability)
+        _PROVED[like] = check_imitation(kind, flash=flash)
+    return _PROVED[like]
 
 
 @contextmanager
