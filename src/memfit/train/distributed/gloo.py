@@ -8,6 +8,7 @@ the handle of the sending. NCCL does none of it, and what a certificate traces d
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,9 @@ def without_gloo(live: LiveBytes) -> Iterator[None]:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
             before = [_users(tensor) for tensor in tensors]
             out = plain(*args, **kwargs)
+            if isinstance(out, dist.Work):  # it holds them itself until its caller drops it
+                wait(out)
+                return out
             _wait_until_let_go(tensors, before)
             return out
 
@@ -109,9 +113,13 @@ def _users(tensor: Any) -> int:
 
 
 def _wait_until_let_go(tensors: Sequence[torch.Tensor], users: Sequence[int]) -> None:
-    """Until each has no more users than that, or for `LONGEST`."""
+    """Until each has no more users than that, or for `LONGEST` after the collective is over."""
     until = time.monotonic() + LONGEST
     while time.monotonic() < until:
         if all(_users(t) <= n for t, n in zip(tensors, users, strict=True)):
             return
         time.sleep(1e-5)
+    warnings.warn(
+        f"gloo holds a collective's tensors {LONGEST:g} s after it: more is counted than is held",
+        stacklevel=3,
+    )

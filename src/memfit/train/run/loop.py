@@ -568,7 +568,7 @@ def _seed_of(recipe: Recipe, index: int, rank: int) -> int:
 
 def _check_weights(session: Session, built: Built, step: int) -> None:
     broken = find_broken(built.model)
-    if any(flag for (flag,) in session.ranks.gather(float(bool(broken)))):
+    if session.ranks.any(bool(broken)):
         raise RunFailed(
             f"`{broken or 'a weight of another rank'}` is not finite after step {step}: no"
             " checkpoint is made of it",
