@@ -66,8 +66,9 @@ def check_ranks(recipe: Recipe) -> None:
 def check_method(method: str, precision: str, ranks: int) -> None:
     """Raise InvalidRequest for a method that only one device has in this precision."""
     if method == "dora" and ranks > 1 and precision != "fp32":
+        stated = "" if precision == "auto" else f" with `precision: {precision}`"
         raise InvalidRequest(
-            f"`method: dora` on {ranks} ranks with `precision: {precision}`: FSDP2 gathers the"
-            " magnitudes in bf16, where a change of less than 0.4 % is lost",
+            f"`method: dora` on {ranks} ranks{stated}: FSDP2 gathers the magnitudes in bf16, where"
+            " a change of less than 0.4 % is lost",
             hint="use `precision: fp32`, `method: lora`, or one device",
         )

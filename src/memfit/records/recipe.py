@@ -289,7 +289,9 @@ class Recipe(Record, frozen=True, kw_only=True):
         """Of the knobs that differ the most; options are a dict, which has no hash."""
         knobs = self.method, self.precision, self.loss_chunk, self.attention
         recomputed = self.recompute_blocks, self.selective_blocks
-        return hash((self.model, *knobs, *recomputed, self.micro_batch, self.sequence_length))
+        shape = self.micro_batch, self.accumulation, self.sequence_length
+        stored = self.base_format, self.optimizer.implementation, self.parallel
+        return hash((self.model, *knobs, *recomputed, *shape, *stored))
 
     @property
     def is_own(self) -> bool:

@@ -240,11 +240,32 @@ def hf_program(job: Job, *, keeps_outputs: bool) -> HfProgram:
 
 def hf_model(job: Job) -> Model:
     """The job's parameters as the trainer stores them: adapters of fp32, quantised projections."""
-    return _adapted(job.model, without_shape(job.recipe))
+    return _adapted(job.model, without_passes(job.recipe))
+
+
+def without_passes(recipe: Recipe) -> Recipe:
+    """The same for every recipe that differs in its forward and backward alone.
+
+    Weights, states and updates depend on none of that, so that candidates share them.
+    """
+    return replace(
+        without_shape(recipe), accumulation=1, recompute_blocks=0, loss="plain", loss_chunk=0,
+        attention="math",
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def _adapted(model: Model, recipe: Recipe) -> Model:
+    return _first_of_equal(_adapt(model, recipe))
+
+
+@lru_cache(maxsize=64)
+def _first_of_equal(model: Model) -> Model:
+    """The first of equal models: one object compares at once, hundreds of weights do not."""
+    return model
+
+
+def _adapt(model: Model, recipe: Recipe) -> Model:
     if recipe.method != "lora":
         return find_adapter(recipe).adapt(model, recipe)
     quantised = is_quantised(recipe.base_format)
@@ -360,7 +381,7 @@ def predict_hf(job: Job) -> Ledger:
     model = hf_model(job)
     kernel, masking = attention_kernel(job), masking_of(job)
     program = hf_program(job, keeps_outputs=bool(recipe.options["keeps_outputs"]))
-    fixed = without_shape(recipe)
+    fixed = without_passes(recipe)
     compares = program if recipe.prefers or recipe.samples else None
     if asks_units(job):
         return predict_units(
@@ -395,13 +416,14 @@ def predict_hf(job: Job) -> Ledger:
 def _sharded(job: Job, model: Model, simulated: Simulated) -> Ledger:
     """FSDP1 with adapters: trained matrices beside frozen ones have units of their own."""
     recipe, ranks = job.recipe, job.recipe.parallel.dp_shard
+    fixed = without_passes(recipe)
     cut = {
         key: (nbytes // ranks, f"1/{ranks} of {because}")
-        for key, (nbytes, because) in {**hold_states(model, recipe)}.items()
+        for key, (nbytes, because) in hold_states(model, fixed).items()
     }
     update = {
         key: (nbytes // ranks, f"1/{ranks} of {because}")
-        for key, (nbytes, because) in hold_update(model, recipe).items()
+        for key, (nbytes, because) in hold_update(model, fixed).items()
     }
     whole = hold_scales(model, recipe)
     stored = [(w, _parameter(recipe, w)) for w in model.weights]
