@@ -1,5 +1,6 @@
 """Names that people bring: hub ids and mirrors of models, sizes in words, devices in short."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.families import read_model
 from memfit.plan.request import model_reference
+from memfit.workflows.look_up import find_devices
 
 # id -> row, layers, hidden, feed-forward (of an expert), heads of keys and values, vocabulary: as
 # each id's own config.json has them
@@ -286,6 +288,11 @@ def test_a_plan_says_which_rows_were_taken():
     assert "taken as" not in " ".join(plan.assumptions)
     plan = api.plan(api.read("gpt2", device="l4", changes={"hardware.count": 64}), levers=False)
     assert "64 devices in one machine" in " ".join(plan.assumptions)
+    sold = "`apple-m3-max` is sold with 36/48/64/96/128 GB: the largest is planned with"
+    plan = api.plan(api.read("gpt2", device="m3 max"), levers=False)
+    assert sold in " ".join(plan.assumptions)
+    plan = api.plan(api.read("gpt2", device="m3 max", memory="48 GiB"), levers=False)
+    assert "is sold with" not in " ".join(plan.assumptions)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +303,8 @@ def test_a_plan_says_which_rows_were_taken():
      ("RTX 4060Ti", "rtx-4060-ti-16"), ("mi300", "mi300x"), ("A6000", "rtx-a6000"),
      ("nvidia h100", "h100-sxm"), ("m3 max", "apple-m3-max"), ("v100 32gb", "v100-sxm2-32"),
      ("GeForce RTX 5090", "rtx-5090"), ("RTX 6000 Ada", "rtx-6000-ada"), ("a100-40", "a100-sxm-40"),
-     ("H100 SXM5 80GB", "h100-sxm"), ("b200", "b200-sxm"), ("h100 nvl", "h100-nvl")],
+     ("H100 SXM5 80GB", "h100-sxm"), ("b200", "b200-sxm"), ("h100 nvl", "h100-nvl"),
+     ("RTX 4090 24GB", "rtx-4090"), ("3060 12 gb", "rtx-3060-12"), ("A6000 48g", "rtx-a6000")],
 )  # fmt: skip
 def test_a_device_may_be_written_short(name, row):
     assert catalog.find_device(name).id == row
@@ -324,3 +332,38 @@ def test_the_hub_is_not_waited_for(monkeypatch):
         model_reference._within(0.05, lambda: time.sleep(5))
     assert time.perf_counter() - start < 2
     assert model_reference._within(5, lambda: 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("24gb", "`memfit devices 24GB` lists those of that memory"),
+        ("80 GiB", "`memfit devices 80GB` lists those of that memory"),
+        ("cuda", "`auto` is what torch sees on this machine"),
+        ("MPS", "`memfit devices apple` lists them"),
+    ],
+)
+def test_words_that_name_no_device_are_answered_with_what_to_type(name, hint):
+    with pytest.raises(UnknownName) as caught:
+        catalog.find_device(name)
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("name", ["4090 48gb", "m3 max 64gb"])
+def test_a_memory_that_a_device_lacks_finds_none_larger(name):
+    with pytest.raises(UnknownName):
+        catalog.find_device(name)
+
+
+def test_no_name_with_a_bracket_is_offered():
+    with pytest.raises(UnknownName) as caught:
+        catalog.find_device("per-gpu")
+    assert "(per" not in caught.value.hint
+
+
+@pytest.mark.parametrize("search", ["24GB", "24 gb", "24 GiB"])
+def test_devices_are_searched_by_the_memory_of_their_data_sheet(search):
+    found = find_devices(search)
+    assert {"rtx-4090", "rtx-3090", "l4"} <= {row.id for row in found}
+    assert {"24" in re.findall(r"\d+", row.memory_datasheet) for row in found} == {True}
+    assert [row.id for row in find_devices(f"4090 {search}")] == ["rtx-4090"]

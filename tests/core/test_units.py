@@ -1,5 +1,7 @@
 """Units: what is parsed, what is shown, and what is refused as ambiguous."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +20,8 @@ from memfit.core.errors import InvalidRequest
         ("81559 MiB", 81559 * 2**20),
         ("1_000 KiB", 1_024_000),
         ("72 gib", 77_309_411_328),
+        ("72Gi", 77_309_411_328),
+        ("512 Mi", 2**29),
         ("80 gb", 80 * 10**9),
         ("80 GIB", 80 * 2**30),
         ("80 gigabytes", 80 * 10**9),
@@ -36,7 +40,8 @@ def test_memory_is_read_in_the_unit_it_states(text, value):
 def test_a_size_without_a_known_unit_is_refused_with_an_example(text):
     with pytest.raises(InvalidRequest) as caught:
         units.parse_bytes(text)
-    assert "72 GiB" in caught.value.hint
+    own = re.fullmatch(r"(\d{1,3}) ?[A-Za-z]*", text) if isinstance(text, str) else None
+    assert f"`{own[1] if own else 72} GiB`" in caught.value.hint
 
 
 def test_each_quantity_has_its_own_units():

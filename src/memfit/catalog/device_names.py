@@ -17,6 +17,14 @@ USUAL = (
 UNSPECIFIC = frozenset(
     {"nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "gpus", "gb", "gib"}
 )
+# what is no device's name, and what to type instead
+_THIS = "`auto` is what torch sees on this machine"
+_APPLE = "`memfit devices apple` lists them"
+INSTEAD = {
+    **dict.fromkeys(("gpu", "cuda", "rocm", "local", "this", "nvidia-smi"), _THIS),
+    **dict.fromkeys(("mac", "macbook", "mps", "metal", "apple"), _APPLE),
+}
+_SIZE = re.compile(r"\s*(\d+)\s*(?:gb|gib|g)\s*(?:gpu|card|vram)?\s*", re.IGNORECASE)
 _SOCKET = re.compile(r"sxm\d?")
 _MEMORY = re.compile(r"(\d+)(?:gb|gib|g)")
 _GLUED = re.compile(r"(rtx|gtx)?(\d{4})(ti|super)?")  # rtx4090, 4060ti
@@ -39,6 +47,19 @@ def split_words(text: str) -> frozenset[str]:
         elif word and word not in UNSPECIFIC:
             found.append(word)
     return frozenset(found)
+
+
+def is_size(text: str) -> str:
+    """`24GB` of a text that is a memory's size and nothing else: `24 gb`, `24G`; else ""."""
+    match = _SIZE.fullmatch(text)
+    return f"{match[1]}GB" if match else ""
+
+
+def say_instead(name: str) -> str:
+    """What to type instead of a word that is no device's name; "" of any other."""
+    if size := is_size(name):
+        return f"`memfit devices {size}` lists those of that memory"
+    return INSTEAD.get(name.strip().lower(), "")
 
 
 def find_alike(name: str, rows: Mapping[str, Iterable[str]]) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ def _find_id(name: str, now: Stamp) -> str:
     except InvalidRequest:
         if found := device_names.choose(_alike(name)):
             return found
+        if instead := device_names.say_instead(name):
+            raise UnknownName("device", name, (), see=instead) from None
         raise
 
 
@@ -54,7 +56,10 @@ def describe(name: str) -> str:
 
 
 def _alike(name: str) -> tuple[str, ...]:
-    rows = {key: (row["name"], *row["match"]) for key, row in _named_rows().items()}
+    rows = {}
+    for key, row in _named_rows().items():
+        sheet = row.get("memory_datasheet", "")  # `36/48/64 GB` is of several devices: none's name
+        rows[key] = (row["name"], *row["match"], *([] if "/" in sheet else [sheet]))
     return device_names.find_alike(name, rows)
 
 

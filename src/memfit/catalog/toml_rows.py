@@ -68,7 +68,7 @@ class Rows:
             raise InvalidRequest(
                 f"`{name}` names several {self._what}s", hint=f"say which: {shown}"
             )
-        known = [*self.ids, *also, *self._by_word]
+        known = [*self.ids, *also, *(word for word in self._by_word if "(" not in word)]
         raise UnknownName(self._what, name, known, see=f"`memfit {self._what}s` lists them")
 
     def find_own(self, name: str, also: Mapping[str, str] = NOTHING) -> str:

@@ -8,8 +8,13 @@ from typing import NamedTuple
 from memfit.core.errors import InvalidRequest
 
 _TIMES = "[x×*]"
-# 8xH100 and 8 H100; a number of four digits is a card's own, as in `4060 Ti`
-_BEFORE = re.compile(rf"(\d+(?=\s*{_TIMES})|\d{{1,3}}(?=\s+[A-Za-z]))(?:\s*{_TIMES})?\s*(\S.*)")
+# 8xH100, 8 H100, 2 4090; a number of four digits is a card's own, as in `4060 Ti` and `4090x2`;
+# `24 GB` is a size
+_BEFORE = re.compile(
+    rf"(?:(\d+)\s*{_TIMES}|(\d{{1,3}})(?=\s+(?!gi?b?\b)(?:[a-z]|\d{{4}})))"
+    r"\s*((?=.*[a-z]|\d{4})\S.*)",
+    re.IGNORECASE,
+)
 _COLON = re.compile(rf"(\S.*?)\s*:\s*(\d+)(?:\s*{_TIMES}\s*(\d+))?")  # H100:8, rtx-4090:4x2
 # H100x8 and H100 x8; the x of `rtx 4090` and of `cpu-x86` is a part of the name
 _BEHIND = re.compile(rf"(\S.*?)(?<=[\dA-Za-z\s])(?<![A-Za-z])\s*{_TIMES}\s*(\d+)")
@@ -39,7 +44,8 @@ def read_devices(text: str) -> Written:
         )
         stated = [first] if second is None else [first, int(second)]
     elif match := _BEFORE.fullmatch(text):
-        found, stated = Written(match[2], int(match[1])), [int(match[1])]
+        number = int(match[1] or match[2])
+        found, stated = Written(match[3], number), [number]
     elif match := _BEHIND.fullmatch(text):
         found, stated = Written(match[1].strip(), int(match[2])), [int(match[2])]
     else:

@@ -21,6 +21,7 @@ _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e
 _BINARY = {"K": KIB, "M": MIB, "G": GIB, "T": TIB}
 _BYTES = {"B": 1.0} | {f"{p}iB": n for p, n in _BINARY.items()}
 _BYTES |= {f"{p}B": _DECIMAL[p] for p in "kMGTP"}
+_BYTES |= {f"{p}i": n for p, n in _BINARY.items()}  # as Kubernetes writes them
 _BYTES |= {
     f"{p}byte{s}": n
     for p, n in {
@@ -98,6 +99,9 @@ def _parse(text: object, what: str, units: Mapping[str, float], example: str) ->
     factor = _find_unit(match[2], units) if match else None
     if match is None or factor is None:
         shown = f"`{text}`" if text != "" else "an empty text"
+        own = match and re.fullmatch(r"\d{1,3}(\.\d+)?", match[1])  # the user's own number
+        if match and own and re.fullmatch(r"[A-Za-z]*", match[2]):
+            example = f"{match[1]} {example.split(maxsplit=1)[-1]}"
         hint = f"write {what} with its unit, for example `{example}`"
         raise InvalidRequest(f"cannot read {shown} as {what}", hint=hint)
     value = float(match[1].replace(",", "").replace("_", ""))

@@ -16,6 +16,7 @@ from memfit.records import Record
 from memfit.records.hardware import Device, Fabric
 
 GB = 10**9
+_SIZES = re.compile(r"\b(\d+) ?(?:gib|gb|g)\b", re.IGNORECASE)
 TIMED: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -41,7 +42,7 @@ def find_devices(search: str, *, vendor: str = "", at_least: str = "") -> tuple[
     rows = [
         row
         for row in catalog.devices()
-        if _holds(search, row.id, row.name, row.vendor, row.architecture, *row.match)
+        if _holds_device(search, row)
         and (not vendor or row.vendor.lower() == vendor.lower())
         and (row.memory or 0) >= least
     ]
@@ -94,6 +95,15 @@ def time_exchanges(network: Fabric) -> tuple[Exchange, ...]:
             Exchange(device=device.id, machines=cluster.machines, nbytes=GB, seconds=seconds)
         )
     return tuple(found)
+
+
+def _holds_device(search: str, row: Device) -> bool:
+    """Whether every word stands in the row; `24 GB` is the memory of its data sheet."""
+    sizes = _SIZES.findall(search)
+    sheet = re.findall(r"\d+", row.memory_datasheet)
+    return all(size in sheet for size in sizes) and _holds(
+        _SIZES.sub(" ", search), row.id, row.name, row.vendor, row.architecture, *row.match
+    )
 
 
 def _holds(search: str, *texts: str) -> bool:

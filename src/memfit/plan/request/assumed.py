@@ -69,11 +69,15 @@ def describe_names(request: Request) -> tuple[str, ...]:
             lines.append(catalog.describe_model(model))
     if name not in ("auto", "cpu"):
         lines.append(catalog.describe_device(name))
-        usual = re.findall(r"\d+", catalog.find_device(name).devices_per_node)
+        device = catalog.find_device(name)
+        if device.memory is None and "/" in device.memory_datasheet and not request.limits.memory:
+            lines.append(f"`{device.id}` is sold with {device.memory_datasheet}: the largest is"
+                         " planned with (`--memory SIZE` says yours)")  # fmt: skip
+        usual = re.findall(r"\d+", device.devices_per_node)
         count = request.hardware.count
         if usual and count > max(map(int, usual)):
             lines.append(f"{count} devices in one machine, as `hardware.count` says; machines with"
-                        f" `{catalog.find_device(name).id}` have {max(usual, key=int)}:"
+                        f" `{device.id}` have {max(usual, key=int)}:"
                         f" `--device {name}:{count}` lays them out")  # fmt: skip
     return tuple(line for line in lines if line)
 
