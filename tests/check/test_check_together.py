@@ -58,7 +58,8 @@ def write_trainer(tool: str, method: str, *, again: bool) -> str:
     text += f"max_length: 1024\ndtype: bfloat16\ngradient_checkpointing: {str(again).lower()}\n"
     if adapted:
         text += "use_peft: true\nlora_r: 8\nlora_dropout: 0.0\nlora_target_modules: all-linear\n"
-    return text + STEPS + ("load_in_4bit: true\n" if low else "")
+    low_keys = "load_in_4bit: true\nbnb_4bit_quant_storage: bfloat16\n"  # as FSDP flattens it
+    return text + STEPS + (low_keys if low else "")
 
 
 def find_plan(folder, *texts, **more):

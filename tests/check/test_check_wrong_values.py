@@ -29,6 +29,7 @@ FILES = {
     "trl.yaml": {
         **HF, "max_length": 512, "use_peft": True, "dtype": "bfloat16", "lora_r": 8,
         "lora_target_modules": ["q_proj"], "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_quant_storage": "bfloat16",
         "use_bnb_nested_quant": True, "attn_implementation": "sdpa", "fsdp": "full_shard",
         "gradient_checkpointing": True, "fsdp_config": {"fsdp_version": 1},
     },

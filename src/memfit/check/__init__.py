@@ -16,11 +16,12 @@ import msgspec
 
 from memfit import families
 from memfit.check.keys import ConfigKeys, Effect, Evaluated, Undescribed, leaves
+from memfit.check.refused_files import PROGRAMS, refuse_json, refuse_missing, refuse_program
 from memfit.check.smaller_changes import Change, Edit, Edits, Group, find_smallest, of_cut, zero
 from memfit.core.callable_package import make_callable
 from memfit.core.errors import InvalidRequest
 from memfit.core.registry import Registry
-from memfit.core.system.reading import is_file, shorten
+from memfit.core.system.reading import is_file
 from memfit.plan.frameworks.hugging_face.pairs import TILED
 from memfit.plan.request.model_reference import find_reference
 from memfit.records import Record, from_data
@@ -324,10 +325,7 @@ def find_named(name: str, beside: Path) -> Path:
     for place in places:
         if is_file(place / name):
             return place / name
-    raise InvalidRequest(
-        f"`{beside}` names `{shorten(name)}`, which is not here",
-        hint=f"run from where `{shorten(name)}` can be found, as the tool itself is",
-    )
+    raise refuse_missing(name, beside)
 
 
 def read_named(named: Any, taken: ConfigKeys, reading: ConfigReading) -> None:
@@ -347,7 +345,13 @@ def read_named(named: Any, taken: ConfigKeys, reading: ConfigReading) -> None:
 def read_written(file: Path, *, hint: str = "") -> dict[str, Any]:
     """YAML as PyYAML reads it, which all the tools do; and JSON."""
     version = "1.2" if file.suffix == ".json" else "1.1"
-    return {str(k): v for k, v in read_yaml(file, hint=hint, version=version).items()}
+    try:
+        read = read_yaml(file, hint=hint, version=version)
+    except InvalidRequest:
+        if file.suffix == ".json":
+            refuse_json(file)  # in JSON's words
+        raise
+    return {str(k): v for k, v in read.items()}
 
 
 def read_file(file: Path, reading: ConfigReading) -> str:
@@ -372,7 +376,9 @@ def read_file(file: Path, reading: ConfigReading) -> str:
             return reader.title
     if "recipe_digest" in written or (written and written.keys() <= {*Request.__struct_fields__}):
         tools = f"memfit's own files are for `memfit predict {file}`"
-    elif file.suffix not in (*WRITTEN, ".toml", ".py"):
+    elif file.suffix in PROGRAMS:
+        raise refuse_program(file)
+    elif file.suffix not in (*WRITTEN, ".toml"):
         tools = "files are told apart by their ends: .yaml, .yml, .json, .toml, .py"
     raise InvalidRequest(f"`{file}` is of no tool that memfit reads", hint=tools)
 

@@ -12,6 +12,7 @@ from memfit.check import ConfigReading, Reader, readers
 from memfit.check.keys import NOT_DESCRIBED, ConfigKeys
 from memfit.check.keys.torchtitan import MOVED, STILL
 from memfit.check.python_source import read_python
+from memfit.check.refused_files import is_script
 from memfit.check.smaller_changes import Edit, shorter, smaller
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import check_data, read_text
@@ -46,7 +47,7 @@ class TorchtitanReader(Reader):
 
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
-        return file.suffix in (".py", ".toml")
+        return file.suffix == ".toml" or (file.suffix == ".py" and not is_script(file))
 
     def load(self, file: Path, config: str) -> dict[str, Any]:
         """Keys are dotted, and not nested."""

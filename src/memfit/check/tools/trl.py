@@ -31,6 +31,7 @@ from memfit.check.keys import ConfigKeys
 from memfit.check.keys.trl import ANOTHER, MOVED, STILL
 from memfit.check.rollouts import edit_engine, find_sampling, read_rollouts
 from memfit.check.smaller_changes import ROUNDED, Edit
+from memfit.core.errors import InvalidRequest
 
 EARLY = "precompute_ref_log_probs"
 DPO = (
@@ -40,6 +41,7 @@ DPO = (
 QUIET_OF_PAIRS = ("max_prompt_length", "max_completion_length", "truncation_mode")
 SIGMOID = ("sigmoid", ["sigmoid"])
 NEXT_TOKENS = ("nll", "chunked_nll")
+FLOATS = ("float16", "bfloat16", "float32")
 ROWS = 8  # of an evaluation's batch, transformers' own default
 
 
@@ -158,7 +160,7 @@ def _leave_others(taken: ConfigKeys, reading: ConfigReading, *, pairs: bool) -> 
     """Note what only trainers have that are not described."""
     if not pairs:
         for key in DPO:
-            why = f"{ANOTHER}; that a file is DPO's is said by `--set task.objective=dpo`"
+            why = f"DPO's with `--set task.objective=dpo`; else {ANOTHER}"
             taken.leave_unless(key, (), why, "states")
         taken.leave_unless("loss_type", NEXT_TOKENS, "the loss is another", "states")
         return
@@ -198,15 +200,34 @@ def _read_dtype(taken: ConfigKeys, reading: ConfigReading) -> str:
 def _read_bits(taken: ConfigKeys, reading: ConfigReading) -> int:
     """bitsandbytes' 4 or 8 bits of the base; 0 where it is not quantised."""
     kind, double = taken("bnb_4bit_quant_type", "nf4"), taken("use_bnb_nested_quant", False)
-    taken("bnb_4bit_quant_storage")  # how the same bytes are wrapped
+    storage = taken("bnb_4bit_quant_storage", "uint8")  # how the same bytes are wrapped
     if taken("load_in_4bit", False):
         reading.put("base_format", kind)
         put_double(reading, bool(double))
+        if str(storage) not in FLOATS:
+            way_out = "`bnb_4bit_quant_storage: bfloat16`"
+            _refuse_flat(reading, taken, f"bnb_4bit_quant_storage: {storage}", way_out)
         return 4
     if taken("load_in_8bit", False):
         reading.put("base_format", "int8")
+        way_out = "`load_in_4bit: true` with `bnb_4bit_quant_storage: bfloat16`"
+        _refuse_flat(reading, taken, "load_in_8bit: true", way_out)
         return 8
     return 0
+
+
+def _refuse_flat(reading: ConfigReading, taken: ConfigKeys, key: str, way_out: str) -> None:
+    """Raise InvalidRequest where FSDP1 shards the file's base, which it flattens: floats alone."""
+
+    def settle(reading: ConfigReading) -> None:
+        if reading.sharded == "fsdp" and reading.get("options.fsdp_version") != 2:
+            raise InvalidRequest(
+                f"`{key}` in `{taken.file}` beside FSDP1, which flattens no integers: no such run"
+                " starts",
+                hint=f"{way_out}, or DeepSpeed's ZeRO, or no shards",
+            )
+
+    reading.later.append(settle)
 
 
 readers.register("trl")(TrlReader())
