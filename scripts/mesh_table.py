@@ -14,13 +14,16 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 TEST = "certify/test_mesh_cells.py"
 ASKED = r", and `parallel[.]\w+: 2` is asked for$"
+SAMPLED_TEST = "certify/test_sampled_ranks.py"
 PROOF = "test_a_cell_trains_as_one_process_and_holds_what_is_certified_and_predicted"
+SAMPLED_PROOF = "test_ranks_learn_what_one_process_does_and_hold_what_is_certified_and_predicted"
 HEAD = """## Techniques on the axes of a mesh
 
 {share} (`python scripts/mesh_table.py`).
 A cell is *yes* where two ranks on gloo train to the losses, gradients and norms of one process
 (fp32: to 1e-5), hold what their certificates say in every phase, to the byte, and what is predicted
-in closed form: [one test does all three]({link}); of compiled
+in closed form: [one test does all three]({link}), of sampled
+answers [another]({sampled}); of compiled
 blocks, what they keep is, as on one device. *ours*: torch has
 the parts, and memfit's step does not put them together. *torch*: the library itself does not run
 there; such cells are not counted. `copies` are FSDP2's replicas (HSDP), and `ep` would be experts
@@ -38,7 +41,11 @@ def page() -> str:
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join(
         [
-            HEAD.format(share=count(), link=f"../tests/{TEST} '{PROOF}'"),
+            HEAD.format(
+                share=count(),
+                link=f"../tests/{TEST} '{PROOF}'",
+                sampled=f"../tests/{SAMPLED_TEST} '{SAMPLED_PROOF}'",
+            ),
             *head,
             *rows,
             "",
@@ -51,7 +58,7 @@ def page() -> str:
 def count() -> str:
     """The share of cells that torch supports and that train here, in a sentence."""
     cells = _read()
-    trained = len(cells.CELLS)
+    trained = len(cells.CELLS) + sum(map(len, cells.SAMPLED.values()))
     rows = [t for t in _techniques(cells) if t not in cells.NOT_OURS]
     without = len(rows) * len(cells.AXES)
     both = without + len(rows)
@@ -62,7 +69,7 @@ def count() -> str:
 
 
 def _techniques(cells: Any) -> tuple[str, ...]:
-    return (*cells.TECHNIQUES, *cells.ON_ONE_DEVICE)
+    return (*cells.TECHNIQUES, *cells.SAMPLED)
 
 
 def _row(technique: str, cells: Any, reasons: dict[str, int]) -> str:
@@ -75,11 +82,13 @@ def _cell(technique: str, axis: str, cells: Any, reasons: dict[str, int]) -> str
         return _note("torch", cells.NOT_OURS[technique], reasons)
     if axis == cells.EXPERTS:
         return _note("ours", "`parallel.ep` is not built", reasons)
-    if technique in cells.ON_ONE_DEVICE:
-        return _note("ours", cells.ON_ONE_DEVICE[technique], reasons)
-    if axis in cells.TRAINED[technique]:
+    if axis in {**cells.TRAINED, **cells.SAMPLED}[technique]:
         return "yes"
-    refused = cells.refusal(cells.make_cell(technique, axis))
+    if technique in cells.SAMPLED:
+        recipe = cells.make_sampled("GRPO", axis)
+    else:
+        recipe = cells.make_cell(technique, axis)
+    refused = cells.refusal(recipe)
     return _note("ours", re.sub(ASKED, "", refused), reasons)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sampled_ranks
 from tiny_steps import CONFIGS, make_recipe
 
 from memfit.adapters import find_adapter
@@ -117,10 +118,8 @@ NOT_OURS = {
     "Adafactor": "torch's DTensor cannot run the operators of its Adafactor",
 }
 """Techniques that torch itself does not have on any axis, and why."""
-ON_ONE_DEVICE = {
-    "GRPO, RLOO": "each rank would have to sample groups of its own, which is not built",
-}
-"""Techniques that no axis has: those whose recipes are no single step."""
+SAMPLED = {"GRPO, RLOO": ("FSDP2", "copies")}
+"""Techniques whose recipes are no single step, and where test_sampled_ranks.py trains them."""
 CELLS = [(technique, axis) for technique, axes in TRAINED.items() for axis in axes]
 
 
@@ -131,6 +130,11 @@ def make_cell(technique: str, axis: str) -> Recipe:
     return make_recipe(
         config=SIZES, parallel=parallel, accumulation=2 if parallel.pp > 1 else 1, **changes
     )
+
+
+def make_sampled(objective: str, axis: str) -> Recipe:
+    """A tiny recipe of an objective that samples answers; by the name of sampled_ranks.py."""
+    return make_recipe(config=SIZES, **sampled_ranks.changes_of(objective, AXES[axis]))
 
 
 def name_cell(technique: str, axis: str) -> str:

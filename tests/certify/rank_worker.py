@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import sampled_ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
 from msgspec.structs import replace
-from tiny_steps import watch_real_step
+from tiny_steps import build_watched, watch_real_step
 
 from memfit.certify.tracing.partitioned import Partitioned
 from memfit.certify.tracing.trace_step import worst_shapes
@@ -183,10 +184,19 @@ def answer(recipe: Recipe, rank: int) -> dict[str, Any]:
 
 
 def _answer(recipe: Recipe, rank: int) -> dict[str, Any]:
+    if recipe.samples:
+        held = sampled_ranks.watch(*build_watched(recipe, fill))
+        return {**held, **_run_sampled(recipe, rank)}
     live = watch_real_step(recipe, worst_shapes(recipe), fill=fill, inside=without_gloo)
     phases = {p: n for p, n in live.peaks.items() if p is not Phase.LOAD}
     kinds = {phase: live.ledger().by_kind(phase) for phase in phases}
     return {"phases": phases, "kinds": kinds, **run(recipe, rank)}
+
+
+def _run_sampled(recipe: Recipe, rank: int) -> dict[str, Any]:
+    model = build_model(recipe, "cpu")
+    fill(model, recipe)
+    return sampled_ranks.run(recipe, model, rank)
 
 
 def alone(recipe: Recipe) -> dict[str, Any]:
@@ -195,6 +205,8 @@ def alone(recipe: Recipe) -> dict[str, Any]:
     whole = replace(
         recipe, parallel=Parallel(), micro_batch=recipe.micro_batch * world, offload="none"
     )
+    if recipe.samples:
+        return _run_sampled(whole, 0)
     with graphs_one_by_one() if recipe.compile == "blocks" else nullcontext():
         return run(whole, 0)
 

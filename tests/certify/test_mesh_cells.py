@@ -10,9 +10,11 @@ from mesh_cells import (
     AXES,
     CELLS,
     NOT_OURS,
+    SAMPLED,
     TECHNIQUES,
     TRAINED,
     make_cell,
+    make_sampled,
     name_cell,
     refusal,
 )
@@ -79,6 +81,15 @@ def test_a_cell_is_accepted_where_a_test_trains_it_and_refused_elsewhere(
     assert bool(refused) != (axis in TRAINED[technique]), refused
     if technique in NOT_OURS:
         assert axis not in TRAINED[technique]
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("objective", ["GRPO", "RLOO"])
+def test_sampling_is_accepted_where_a_test_trains_it_and_refused_elsewhere(
+    objective: str, axis: str
+) -> None:
+    refused = refusal(make_sampled(objective, axis))
+    assert bool(refused) != (axis in SAMPLED["GRPO, RLOO"]), refused
 
 
 def test_every_technique_says_where_it_trains() -> None:

@@ -41,7 +41,9 @@ _READ = torch.ops.aten._local_scalar_dense.default
 _MAKE = torch.ops.aten.lift_fresh.default
 
 
-def trace_iterations(recipe: Recipe, device: Device, *, workspaces: bool = True) -> Trace:
+def trace_iterations(
+    recipe: Recipe, device: Device, *, workspaces: bool = True, rank: int = 0
+) -> Trace:
     """A run's instants in this process: load, three iterations, a checkpoint.
 
     The first iteration makes the optimizer's state; its update is `first_step`.
@@ -50,14 +52,14 @@ def trace_iterations(recipe: Recipe, device: Device, *, workspaces: bool = True)
     kind = device_type(device)
     recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
     weights = weights_of(recipe)
-    with traced(recipe, device, recorder) as mode:
+    with traced(recipe, device, recorder, rank) as mode:
         mode.rules |= {_READ: _read_number, _MAKE: _make}
         built = load(recipe, kind, recorder, weights)
         for index, long in enumerate((True, False, True)):
             observer = recorder if index else First(recorder)
-            learning = bound_learning(recipe, recorder, long=long)
+            learning = bound_learning(recipe, recorder, long=long, rank=rank)
             iterate(built, learning, index, observer=observer, cut=cut_few)
-        save(built, kind, recorder)
+        save(built, kind, recorder, rank)
     shapes = worst_shapes(recipe)
     bounds = step_bounds(recipe, shapes, shapes, kind, workspaces)
     rollout = describe_bounds(recipe)
@@ -66,24 +68,25 @@ def trace_iterations(recipe: Recipe, device: Device, *, workspaces: bool = True)
 
 def describe_bounds(recipe: Recipe) -> tuple[str, ...]:
     """What answers may be for the certificate to hold."""
-    rollout, answers = recipe.rollout, recipe.global_batch
+    rollout, answers = recipe.rollout, recipe.own_rows
     rows = rollout.in_flight(answers)
+    each = "" if recipe.parallel.dp == 1 else " on each rank"
     bounds = [
         f"prompts of at most {rollout.max_prompt_length} tokens, answers of at most"
-        f" {rollout.max_completion_length}; {rows} of {answers} answers in flight"
+        f" {rollout.max_completion_length}; {rows} of {answers} answers in flight{each}"
     ]
     if answers > WAVES * rows:
         bounds.append(f"{WAVES} waves of answers traced: later ones are alike")
     return tuple(bounds)
 
 
-def bound_learning(recipe: Recipe, observer: Observer, *, long: bool) -> Learning:
+def bound_learning(recipe: Recipe, observer: Observer, *, long: bool, rank: int = 0) -> Learning:
     """The trainer's own, over prompts as long as they may be, or half as long."""
     rollout = recipe.rollout
     if long:
-        return make_learning(recipe, observer, rollout.max_prompt_length)
-    limits = short_limits(recipe.global_batch, rollout.max_completion_length)
-    return make_learning(recipe, observer, -(-rollout.max_prompt_length // 2), limits)
+        return make_learning(recipe, observer, rollout.max_prompt_length, rank=rank)
+    limits = short_limits(recipe.own_rows, rollout.max_completion_length)
+    return make_learning(recipe, observer, -(-rollout.max_prompt_length // 2), limits, rank)
 
 
 def short_limits(answers: int, most: int) -> tuple[int, ...]:

@@ -127,13 +127,20 @@ def let_go(root: nn.Module) -> None:
     """Free gathered weights and put the shards in their place, in all units of FSDP2.
 
     After a forward without a backward the units that are not resharded (the root, the tail) stay
-    gathered, and `named_parameters` would name what is no shard.
+    gathered, and `named_parameters` would name what is no shard. FSDP2 has also noted the order of
+    its forwards, of which a later backward would gather what came before its own.
     """
     from torch.distributed.fsdp import FSDPModule
 
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+            state: Any = module._get_fsdp_state()
+            state._comm_ctx.post_forward_order.clear()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 on: one or several
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                if group is not None:
+                    group._post_forward_indices.clear()
 
 
 def clip_sharded(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import find_objective
-from memfit.records.recipe import ADAPTED, Method, Recipe, Regularisation
+from memfit.records.recipe import ADAPTED, Method, Parallel, Recipe, Regularisation
 from memfit.records.reinforcement import OF_TOKENS, Policy, pair_losses
+
+ON_RANKS = ("grpo", "rloo")  # whose answers ranks sample, each to prompts of its own
 
 
 def check_objective(recipe: Recipe) -> None:
@@ -132,7 +134,7 @@ def refuse_sampled(
     objective: str,
     *,
     packing: bool,
-    ranks: int,
+    parallel: Parallel,
     dropout: float,
     precision: str,
     compile_: str,
@@ -145,8 +147,6 @@ def refuse_sampled(
     under = f"under `objective: {objective}`"
     for wrong, what, why, hint in (
         (packing, "packing: true", "a row holds one answer", "leave `task.packing` on `auto`"),
-        (ranks > 1, f"{ranks} ranks", "each would have to sample groups of its own, which is not"
-         " built yet", "use one device"),
         (dropout, f"lora.dropout: {dropout:g}", "ratios of probabilities would compare two masks of"
          " dropout", "use `lora.dropout: 0`"),
         (precision in ("fp16-mixed", "fp8-mixed"), f"precision: {precision}", "answers were not"
@@ -172,6 +172,36 @@ def refuse_sampled(
             f"`rollout.num_generations: {generations}` does not divide `task.global_batch:"
             f" {global_batch}`, which counts answers",
             hint=f"use `global_batch: {more}`",
+        )
+    _refuse_ranks(objective, parallel, global_batch // generations)
+
+
+def _refuse_ranks(objective: str, parallel: Parallel, prompts: int) -> None:
+    """Raise InvalidRequest for ranks that do not each sample answers to prompts of their own."""
+    if parallel.world == 1:
+        return
+    under = f"under `objective: {objective}`"
+    if objective not in ON_RANKS:
+        known = " and ".join(f"`{name}`" for name in ON_RANKS)
+        raise InvalidRequest(
+            f"`{parallel.world} ranks` {under}: of objectives that sample answers, {known} are"
+            " learned by many",
+            hint="use one device, or one of these objectives",
+        )
+    for axis, why in (
+        ("tp", "answers are sampled with whole products"),
+        ("cp", "answers are sampled with whole rows"),
+        ("pp", "answers are sampled with all blocks"),
+    ):
+        if (ranks := getattr(parallel, axis)) > 1:
+            raise InvalidRequest(
+                f"`parallel.{axis}: {ranks}` {under}: {why}",
+                hint="use `parallel.dp_shard` or `dp_replicate`, whose ranks each sample their own",
+            )
+    if prompts % parallel.dp:
+        raise InvalidRequest(
+            f"a rollout of {prompts} prompts {under} is not shared evenly by {parallel.dp} ranks",
+            hint="make `task.global_batch` a multiple of `rollout.num_generations` times the ranks",
         )
 
 
@@ -243,8 +273,15 @@ def check_answered_once(rounds: int) -> None:
         )
 
 
-def check_reward_adapter(folder: str, method: Method) -> None:
-    """Raise InvalidRequest where the base that a reward's adapter stands on is trained itself."""
+def check_reward_adapter(folder: str, method: Method, ranks: int) -> None:
+    """Raise InvalidRequest where the base that a reward's adapter stands on is trained itself, or
+    cut among ranks."""
+    if folder and ranks > 1:
+        raise InvalidRequest(
+            f"`reward.funcs: adapter:{folder}` on {ranks} ranks: a reward model's adapter is not"
+            " loaded into shards of its base",
+            hint="use one device, or a reward function of your own",
+        )
     if folder and method != "lora":
         raise InvalidRequest(
             f"`reward.funcs: adapter:{folder}` under `method: {method}`: the reward model's adapter"
@@ -255,12 +292,12 @@ def check_reward_adapter(folder: str, method: Method) -> None:
 
 def _check_sampled(recipe: Recipe) -> None:
     refuse_sampled(
-        recipe.objective, packing=recipe.packing, ranks=recipe.parallel.world,
+        recipe.objective, packing=recipe.packing, parallel=recipe.parallel,
         dropout=recipe.lora.dropout, precision=recipe.precision, compile_=recipe.compile,
         offload=recipe.offload, qat=recipe.qat, global_batch=recipe.global_batch,
         generations=recipe.rollout.num_generations,
     )  # fmt: skip
-    check_reward_adapter(recipe.reward.adapter_folder, recipe.method)
+    check_reward_adapter(recipe.reward.adapter_folder, recipe.method, recipe.parallel.world)
     if recipe.values:
         check_values(recipe.objective, recipe.method)
         check_answered_once(recipe.rollout.dynamic_sampling)

@@ -411,6 +411,11 @@ class Recipe(Record, frozen=True, kw_only=True):
         return self.micro_batch * self.accumulation * self.parallel.dp
 
     @property
+    def own_rows(self) -> int:
+        """Sequences per optimizer step that one rank reads."""
+        return self.micro_batch * self.accumulation
+
+    @property
     def own_row(self) -> int:
         """Tokens of a row that one rank of memfit's own step has."""
         return self.sequence_length // self.parallel.cp

@@ -379,6 +379,8 @@ class Request(Record, frozen=True, kw_only=True):
         if stated != "auto":
             return stated
         each = math.lcm(self.shares * self.least_rows, self.generations)
+        if self.is_own:  # whose ranks each sample all answers to prompts of their own
+            each = math.lcm(each, self.shares * self.generations)
         return -(-USUAL_BATCH // each) * each
 
     @property

@@ -195,7 +195,7 @@ def _trace_data(
 ) -> Trace:
     """The instants of a run whose data stays within bounds, which the trace then states."""
     if recipe.samples:
-        return trace_iterations(recipe, device)
+        return trace_iterations(recipe, device, rank=rank)
     evaluation = evaluation_shapes(recipe, held_out) if held_out else ()
     first, *also = (None,) if data is None else bounding_shapes(recipe, data)
     if first is not None:

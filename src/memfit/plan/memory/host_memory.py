@@ -48,7 +48,8 @@ def rollouts_on_host(recipe: Recipe) -> dict[str, int]:
     """Bytes of host memory that an iteration of reinforcement learning takes, by what takes them.
 
     At the bounds of lengths, all rounds of dynamic sampling; `reward_processes` is their
-    limit, `reward.memory` of each. Prompts of the data, which are read once, are not counted.
+    limit, `reward.memory` of each. Of many ranks each knows the answers of all, and has its own
+    rows and processes. Prompts of the data, which are read once, are not counted.
     """
     if not recipe.samples:
         return {}
@@ -56,9 +57,9 @@ def rollouts_on_host(recipe: Recipe) -> dict[str, int]:
     passes = int(scores_old(recipe.objective, policy)) + int(policy.beta > 0)
     passes += OF_VALUES if recipe.values else 0
     tokens = answers * rollout.max_completion_length * (1 + rollout.dynamic_sampling)
-    drawn = rollout.in_flight(answers) * rollout.max_completion_length
+    drawn = rollout.in_flight(recipe.own_rows) * rollout.max_completion_length
     return {
-        "rows": answers * rollout.width * (ROW + LOG_PROB * passes),
+        "rows": recipe.own_rows * rollout.width * (ROW + LOG_PROB * passes),
         "answers": ANSWER * tokens + DRAWN * drawn,
         "reward_processes": len(recipe.reward.functions) * parse_bytes(recipe.reward.memory),
     }

@@ -34,6 +34,7 @@ from memfit.plan.memory.rollouts import (
     key_dtype,
     rest_of_answers,
     rest_of_rewards,
+    rest_of_rounds,
     rest_of_update,
     results_of_updates,
     scored_phases,
@@ -147,7 +148,7 @@ def predict_rollout(model: Model, recipe: Recipe, device: Device) -> int:
     if not recipe.samples:
         return 0
     plain = replace(
-        recipe, micro_batch=1, accumulation=recipe.global_batch, recompute_blocks=0,
+        recipe, micro_batch=1, accumulation=recipe.own_rows, recompute_blocks=0,
         selective_blocks=0, loss="plain", loss_chunk=0, steps=0, seed=0,
     )  # fmt: skip
     return _peak_of_calls(model, plain, device)
@@ -488,7 +489,10 @@ class _Step:
         level, outline, recipe = self.level, self.outline, self.recipe
         slots, dtype = outline.slots(recipe), key_dtype(outline.model, recipe)
         cache = cache_of(outline.model.architecture, slots, dtype, self.device)
+        held = dict(level.live)
+        level.add(rest_of_rounds(recipe, self.device))
         walk_calls(level, cache, outline.calls(recipe), outline.counts)
+        level.reset(held)
         if recipe.scored_by_adapter:
             held = dict(level.live)
             level.add(rest_of_rewards(recipe, self.device))

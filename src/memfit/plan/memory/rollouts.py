@@ -94,13 +94,25 @@ def _rest(recipe: Recipe, device: Device, scored: int, *, advantages: bool) -> P
     """Rewards, by each function too, and which answers count are no tensors of a batch."""
     if not device.is_cpu:
         return {}
-    rows = recipe.global_batch
-    sizes = _batch(recipe, rows, scored=scored, advantages=advantages)
+    own, rows = recipe.own_rows, recipe.global_batch  # a rank knows the rewards of all answers
+    sizes = _batch(recipe, own, scored=scored, advantages=advantages)
     if recipe.values and advantages:
-        sizes += [rows * recipe.sequence_length * FP32] * OF_AIMS
+        sizes += [own * recipe.sequence_length * FP32] * OF_AIMS
     batch = hold(BATCH, sizes, device)
-    functions = max(len(recipe.reward.funcs), 1)
-    return {**batch, (Kind.TEMPORARY, OWNER): rows * (FP32 + FP32 * functions + 1)}
+    return {**batch, (Kind.TEMPORARY, OWNER): rows * (_judged(recipe) + 1)}
+
+
+def _judged(recipe: Recipe) -> int:
+    """Bytes of an answer's rewards, of each function and of all together."""
+    return FP32 + FP32 * max(len(recipe.reward.funcs), 1)
+
+
+def rest_of_rounds(recipe: Recipe, device: Device) -> Parts:
+    """The rewards of earlier rounds of sampling, where there are several."""
+    rounds = recipe.rollout.dynamic_sampling
+    if not rounds or not device.is_cpu:
+        return {}
+    return {(Kind.TEMPORARY, OWNER): rounds * recipe.global_batch * _judged(recipe)}
 
 
 def key_dtype(model: Model, recipe: Recipe) -> str:
@@ -168,7 +180,9 @@ def walk_calls(level: Level, cache: Parts, calls: Calls, counts: list[Repeat]) -
         for one in passes:
             before = dict(level.live)
             walk_forward(level, phase, one, counts)
-            level.reset(before)
+            # weights that ranks share and that no forward gives up stay whole for the next call
+            gathered = {p: n for p, n in level.live.items() if p[0] is Kind.ALL_GATHER}
+            level.reset({**before, **gathered})
     level.reset(held)
 
 

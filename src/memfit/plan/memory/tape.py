@@ -324,13 +324,20 @@ class _Writer:
         find_optimizer(settings).update_alone(spec, settings, meter)
         self._play_alone(meter, [slice(0, len(meter.events))])
 
-    def _play_alone(self, meter: Meter, parts: Iterable[slice]) -> None:
-        """Those events; what is left of them is let go."""
+    def _play_alone(
+        self, meter: Meter, parts: Iterable[slice], keep: Kind | None = None
+    ) -> list[int]:
+        """Those events; what is left of them is let go, but for a kind that is returned."""
         playing = self._begin(meter)
         for part in parts:
             self.codes += playing.play(part.start, part.stop)
-        for storages in playing.find_alive().values():
-            self.drop(storages)
+        remaining: list[int] = []
+        for index, storages in playing.find_alive().items():
+            if keep is not None and meter.kinds[index] is keep:
+                remaining += storages
+            else:
+                self.drop(storages)
+        return remaining
 
     def _make_states(self, specs: Sequence[TensorSpec]) -> None:
         """Before the first update; nothing where they are there."""
@@ -366,10 +373,12 @@ class _Writer:
         cache = [self.hold(n) for n in cache_sizes(self.model.architecture, slots, dtype)]
         calls = _record_calls(_of_calls(self.setting), slots, dtype)
         prefills = len(find_admissions(slots))
+        gathered: list[int] = []  # weights that ranks share and that no forward gives up
         for number, marks in enumerate(calls.passes):
             self.enter(Phase.PREFILL if number < prefills else Phase.DECODE)
-            self._play_alone(calls.meter, [slice(marks[0].event, marks[-1].event)])
-        self.drop(cache)
+            part = slice(marks[0].event, marks[-1].event)
+            gathered += self._play_alone(calls.meter, [part], keep=Kind.ALL_GATHER)
+        self.drop([*cache, *gathered])
         rewards = (Phase.REWARD,) if recipe.scored_by_adapter else ()
         for phase in (*rewards, *scored_phases(recipe)):
             self.enter(phase)

@@ -88,7 +88,7 @@ def _rollouts(problem: Problem, recipe: Recipe) -> Iterator[dict[str, Any]]:
     if not recipe.samples:
         return
     rollout, batch = recipe.rollout, recipe.global_batch
-    rows = rollout.in_flight(batch)
+    rows = rollout.in_flight(recipe.own_rows)
     if rows > 1:
         yield {"rollout.rows": -(-rows // 2)}
     if problem.request.task.sequence_length == "auto":

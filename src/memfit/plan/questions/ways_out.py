@@ -154,7 +154,7 @@ def _in_flight(nearest: Plan) -> Iterator[Attempt]:
     recipe = nearest.recipe
     if not recipe.samples:
         return
-    rows = recipe.rollout.in_flight(recipe.global_batch) // 2
+    rows = recipe.rollout.in_flight(recipe.own_rows) // 2
     while rows:
         title = f"{rows} answers in flight" if rows > 1 else "one answer in flight"
         yield Attempt("knobs", title, {"rollout.rows": rows})

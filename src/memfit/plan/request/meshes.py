@@ -7,6 +7,7 @@ from math import isqrt
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
+from memfit.objectives import find_objective
 from memfit.parallelism.limits import check_method
 from memfit.records.recipe import Parallel
 from memfit.records.request import Request
@@ -46,7 +47,7 @@ def list_meshes(request: Request) -> tuple[Parallel, ...]:
 
 def list_shared(request: Request) -> tuple[Parallel, ...]:
     """The meshes whose ranks share products within a machine, where the request leaves it open."""
-    if request.parallel != "auto":
+    if request.parallel != "auto" or find_objective(request.task.objective).samples:
         return ()
     count, whole = request.hardware.count, request.devices
     found = (
@@ -63,7 +64,7 @@ def list_divided(request: Request, length: int) -> tuple[Parallel, ...]:
 
     length: tokens of a row. Whether a recipe can have such a mesh is not checked here.
     """
-    if request.parallel != "auto":
+    if request.parallel != "auto" or find_objective(request.task.objective).samples:
         return ()
     count, whole = request.hardware.count, request.devices
     rows = [

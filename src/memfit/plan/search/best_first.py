@@ -292,7 +292,7 @@ def _fastest_in_flight(start: Candidate, tried: list[Candidate]) -> Candidate | 
     usable = problem.usable
     if not start.recipe.samples or problem.request.rollout.rows != "auto" or usable is None:
         return _fastest_of_meshes(start, tried)
-    rows = answers = start.recipe.global_batch
+    rows = answers = start.recipe.own_rows
     while rows:
         own = start.but(rollout=replace(rollout, rows=0 if rows == answers else rows))
         sampling = predict_rollout(own.model, own.recipe, problem.device)

@@ -147,7 +147,7 @@ def _rollouts(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
     """Fewer answers in flight, which take more waves, or more; and segments that expand."""
     if not recipe.samples:
         return
-    rollout, answers = recipe.rollout, recipe.global_batch
+    rollout, answers = recipe.rollout, recipe.own_rows
     rows = rollout.in_flight(answers)
     for other in dict.fromkeys((-(-rows // 2), min(2 * rows, answers))):
         if other != rows:

@@ -115,6 +115,22 @@ class Ranks:
         return run if self.rank == 0 else run / FOLDER / f"rank-{self.rank:05}"
 
 
+class Alike(Ranks):
+    """One of several ranks of which all say what this one does: in a trace, where no other is, and
+    in a rehearsal, where all do the same."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def gather(self, *values: float) -> list[tuple[float, ...]]:
+        """See `Ranks`."""
+        return [values] * self.size
+
+    def gather_texts(self, text: str) -> list[str]:
+        """See `Ranks`."""
+        return [text] * self.size
+
+
 class Joined(Ranks):
     """One of several processes, within `join`."""
 

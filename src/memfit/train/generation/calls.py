@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.core.libraries import quiet_import
+from memfit.parallelism import run_as_forward
 from memfit.records.model import Architecture
 from memfit.train.generation.attending import decoding
 from memfit.train.generation.slots import Decode, Prefill, Slots
@@ -20,6 +21,9 @@ with quiet_import():
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
+Together = Callable[[bool], bool]  # whether this rank calls the model -> whether any does
+
+
 def cache_name() -> str:
     """What transformers calls the key-value cache of a call: `cache` from 5.24 on."""
     new = "cache" in CausalLMOutputWithPast.__dataclass_fields__
@@ -27,10 +31,15 @@ def cache_name() -> str:
 
 
 class Caller:
-    """Hugging Face's module, with or without an adapter around it, as the loop calls it."""
+    """Hugging Face's module, with or without an adapter around it, as the loop calls it.
 
-    def __init__(self, model: nn.Module, a: Architecture) -> None:
-        self.model, self.base = model, base_model(model)
+    Ranks that share weights gather them in each call, so that all call as often as the one whose
+    answers are the longest: `together` comes before each call.
+    """
+
+    def __init__(self, model: nn.Module, a: Architecture, together: Together | None = None) -> None:
+        self.model, self.base, self.architecture = model, base_model(model), a
+        self.together = together
         self.masked = a.alibi  # its class attends with code of its own
         self.placed = "position_ids" in signature(type(self.base).forward).parameters
         self.cache = cache_name()
@@ -71,9 +80,30 @@ class Caller:
             return self._call(slots, ids, **placed)
 
     def _call(self, slots: Slots, ids: Tensor, **more: Any) -> Tensor:
+        if self.together is not None:
+            self.together(True)
         named = {self.cache: slots, "use_cache": True, **more}
-        logits: Tensor = self.model(input_ids=ids.to(self.device), **named).logits
-        return logits[:, -1]
+        return self._logits(ids.to(self.device), **named)[:, -1]
+
+    def _logits(self, ids: Tensor, **named: Any) -> Tensor:
+        """All of it is the forward of FSDP2's root where there is one; peft's wrapper would call
+        the class's own forward, without the hooks that gather."""
+        if self.together is None:
+            logits: Tensor = self.model(input_ids=ids, **named).logits
+            return logits
+        base = self.base
+
+        def work() -> Tensor:
+            made: Tensor = type(base).forward(base, input_ids=ids, **named).logits
+            return made
+
+        return run_as_forward(base, work)
+
+    def wait(self) -> None:
+        """Gather weights with the other ranks until none of them calls the model any more."""
+        while self.together is not None and self.together(False):
+            ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            self._logits(ids, use_cache=False)
 
 
 @contextmanager

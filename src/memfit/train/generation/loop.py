@@ -16,7 +16,7 @@ from memfit.families import find_family
 from memfit.families.capabilities.kv_cache import layer_caches
 from memfit.records.ledger import Phase
 from memfit.records.model import Architecture
-from memfit.train.generation.calls import Caller
+from memfit.train.generation.calls import Caller, Together
 from memfit.train.generation.sampling import (
     Decoder,
     Read,
@@ -61,13 +61,15 @@ def generate_batch(
     watch: Watcher | None = None,
     observer: Observer = NOBODY,
     read: Read = read_token,
+    together: Together | None = None,
 ) -> list[Completion]:
     """Answers to prompts of token ids, by the module as it stands: adapters on, nothing merged.
 
     In the order of prompts, `settings.answers` to each. decode: ids to text, for stop words.
     dtype: of the slots; None takes autocast's where that is on, else the embedding's.
     watch: receives each token as it is made. observer: learns of the slots, prefill and decode.
-    read: takes sampled tokens off the device.
+    read: takes sampled tokens off the device. together: of ranks that share weights, see `Caller`;
+    each of them calls this, with prompts or without.
 
     Greedy answers are those of Hugging Face's `generate`. A sampled answer depends on the seed, the
     prompt's and the answer's index and the prompt, and not on slots, rows in flight or other
@@ -79,10 +81,14 @@ def generate_batch(
     settings.check()
     if settings.stop_words and decode is None:
         raise InvalidRequest("stop words are texts, and no `decode` is given that makes texts")
-    if not prompts:
-        return []
-    observer.enter(Phase.PREFILL)
-    return _Loop(model, prompts, settings, decode, dtype, watch, observer, read).run()
+    caller = Caller(model, architecture_of(model), together)
+    found: list[Completion] = []
+    if prompts:
+        observer.enter(Phase.PREFILL)
+        found = _Loop(caller, prompts, settings, decode, dtype, watch, observer, read).run()
+    with torch.no_grad(), _evaluating(model):
+        caller.wait()
+    return found
 
 
 def architecture_of(model: nn.Module) -> Architecture:
@@ -100,11 +106,11 @@ class _Loop:
     """The state of one call of `generate_batch`. The first `len(self.rows)` slots are in use."""
 
     def __init__(
-        self, model: nn.Module, prompts: Sequence[Sequence[int]], settings: Settings,
+        self, caller: Caller, prompts: Sequence[Sequence[int]], settings: Settings,
         decode: Decoder | None, dtype: torch.dtype | None, watch: Watcher | None,
         observer: Observer, read: Read,
     ) -> None:  # fmt: skip
-        a = architecture_of(model)
+        a = caller.architecture
         self.settings, self.prompts, self.decode, self.watch = settings, prompts, decode, watch
         self.observer, self.read = observer, read
         self.positions = find_limit(a)
@@ -115,8 +121,7 @@ class _Loop:
             total = min(total, self.positions)
         answers = len(prompts) * settings.answers
         self.width = min(settings.rows, answers)
-        self.model = model
-        self.caller = Caller(model, a)
+        self.caller = caller
         self.slots = Slots(
             layer_caches(a), self.width, total, min(most, total) if settings.answers > 1 else 0,
             dtype or self.caller.key_dtype(), self.caller.device,
@@ -131,7 +136,7 @@ class _Loop:
 
     def run(self) -> list[Completion]:
         """All answers."""
-        with torch.no_grad(), _evaluating(self.model):
+        with torch.no_grad(), _evaluating(self.caller.model):
             while self.waiting or self.rows:
                 self.observer.enter(Phase.PREFILL)
                 while self.waiting and len(self.rows) < self.width:
@@ -239,7 +244,10 @@ class _Loop:
         limit = limits[index] if limits else self.settings.max_new_tokens
         if self.settings.temperature > 0:
             numbers = draw_numbers(
-                self.settings.seed, index // self.settings.answers, answer, limit
+                self.settings.seed,
+                self.settings.first + index // self.settings.answers,
+                answer,
+                limit,
             )
         return _Row(index, prompt, numbers, limit)
 

@@ -34,6 +34,7 @@ class Settings(Record, frozen=True, kw_only=True):
     stop_words: tuple[str, ...] = ()  # texts; they need `decode`
     limits: tuple[int, ...] = ()  # of each answer, where they differ; each at most max_new_tokens
     seed: int = 0
+    first: int = 0  # the number of the first prompt, of which its draws depend
     fixed_shapes: bool = False  # every decoding step computes all slots at their full length
     reach: int = 1  # what a decoding step attends to is rounded up to a multiple of so many tokens
 

@@ -32,7 +32,7 @@ from memfit.train.rl.advantages import (
 )
 from memfit.train.rl.policy_loss import Answers, Counts, name_sums
 from memfit.train.rl.rewards.adapter import Cut, cut_all, scores_of
-from memfit.train.rl.rollout import Experience, Prompt, Sampling, roll_out
+from memfit.train.rl.rollout import Experience, Prompt, Sampling, own_part, roll_out
 from memfit.train.rl.rows import answer_mask, lay_out
 from memfit.train.rl.values import Aims, aim, find_counted
 from memfit.train.step.build import Built
@@ -75,10 +75,10 @@ class Learning:
                 " trained is the reference no more, and memfit holds one model",
                 hint="use `method: lora`, whose base is the reference, or `policy.beta: 0`",
             )
-        if recipe.parallel.world > 1:
+        if recipe.parallel.world != self.sampling.ranks.size:
             raise InvalidRequest(
-                f"`objective: {self.objective}` on {recipe.parallel.world} ranks",
-                hint="use one device",
+                f"a recipe of {recipe.parallel.world} ranks, and {self.sampling.ranks.size} sample",
+                hint="every rank of the recipe takes part in its iterations",
             )
         group = self.sampling.rollout.num_generations
         answers = self.sampling.groups * group
@@ -110,23 +110,24 @@ def iterate(
     """
     learning.check(built.recipe)
     at_work = _Work(built, learning, observer, cut)
-    rollout = learning.sampling.rollout
+    rollout, ranks = learning.sampling.rollout, learning.sampling.ranks
     judge = scores_of(built, rollout, observer, cut)
     experience = roll_out(built, learning.sampling, iteration, judge)
+    own = own_part(len(experience.prompts), ranks)  # of all answers, those that this rank learns
     start = time.perf_counter()
     batch = lay_out(
-        [p.ids for p in experience.prompts],
-        [c.ids for c in experience.completions],
+        [p.ids for p in experience.prompts[own]],
+        [c.ids for c in experience.completions[own]],
         rollout.pad(max(len(p.ids) + len(c.ids) for p, c in zip(*experience[:2], strict=True))),
     )
     observer.register_batch(batch.input_ids, batch.labels)
     counted = _find_counted(learning, experience)
-    mask = answer_mask(batch.labels, counted)
+    mask = answer_mask(batch.labels, counted[own])
     scored = _score(at_work, batch)
     target, scored = _find_target(at_work, experience, batch, scored, mask)
     scoring = time.perf_counter()
-    rows = int(counted.sum()) if pair_losses(learning.objective) else len(mask)
-    counts = Counts(rows, float(mask.sum()), rollout.max_completion_length)
+    rows = int(counted.sum()) if pair_losses(learning.objective) else len(counted)
+    counts = Counts(rows, ranks.total(float(mask.sum())), rollout.max_completion_length)
     results = []
     for _ in range(learning.policy.num_iterations):
         micros = _micro_batches(at_work, batch, counts, mask, target, scored)
@@ -177,7 +178,12 @@ def _sum_up(
 ) -> dict[str, float]:  # fmt: skip
     """Figures of all updates with a rollout."""
     total = torch.stack([result.sums for result in results]).sum(0)
-    figures = _describe(experience, results[-1].loss)
+    loss, ranks = results[-1].loss, learning.sampling.ranks
+    if ranks.size > 1:
+        shares = ranks.gather(loss, *total.tolist())
+        loss, *sums = (sum(numbers) for numbers in zip(*shares, strict=True))
+        total = torch.tensor(sums)
+    figures = _describe(experience, loss)
     figures |= name_sums(learning.objective, total, counts.rows)
     if learning.sampling.rollout.dynamic_sampling:
         figures["sampled_reward"] = experience.sampled_reward
@@ -290,16 +296,23 @@ def _find_advantages(
 ) -> tuple[Tensor, float | None]:
     """Advantages, and of RLOO the sum of the KL estimates that its rewards are less by."""
     group, policy = learning.sampling.rollout.num_generations, learning.policy
-    rewards = experience.rewards
+    rewards, ranks = experience.rewards, learning.sampling.ranks
+    own = own_part(len(rewards), ranks)
     if learning.objective == "grpo":
-        return group_advantages(rewards, group, policy), None
+        return _only(group_advantages(rewards, group, policy), own), None
     if pair_losses(learning.objective):
         return order_pairs(rewards), None
     divergence = None
     if policy.beta and scored.old is not None and scored.reference is not None:
-        divergence = float(((scored.old - scored.reference) * mask).sum())
-        rewards = penalise(rewards, scored.old, scored.reference, mask, policy.beta)
-    return leave_one_out_advantages(rewards, group, policy), divergence
+        divergence = ranks.total(float(((scored.old - scored.reference) * mask).sum()))
+        mine = penalise(rewards[own], scored.old, scored.reference, mask, policy.beta)
+        rewards = torch.tensor([r for share in ranks.gather(*mine.tolist()) for r in share])
+    return _only(leave_one_out_advantages(rewards, group, policy), own), divergence
+
+
+def _only(advantages: Tensor, own: slice) -> Tensor:
+    """Those of this rank's answers, which keep no others alive."""
+    return advantages if own == slice(0, len(advantages)) else advantages[own].clone()
 
 
 def _micro_batches(

@@ -18,12 +18,20 @@ from memfit.optimizers.shared.groups import set_rate
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import RewardSettings, find_online
 from memfit.train.data.tokenizer import Tokenizer
+from memfit.train.distributed.ranks import Ranks
 from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, Summary, iterate
 from memfit.train.rl.prompts import PromptRows, choose_of_portions
 from memfit.train.rl.rewards.adapter import scores_of
-from memfit.train.rl.rollout import Sampling, find_truncated, judge_answers
+from memfit.train.rl.rollout import (
+    Judged,
+    Sampling,
+    find_truncated,
+    join_shares,
+    judge_answers,
+    own_part,
+)
 from memfit.train.rl.sampling import answer_greedily, sample_in_slots
 from memfit.train.run.session import WATCHED_FIRST, Session
 from memfit.train.step.build import Built
@@ -31,7 +39,9 @@ from memfit.train.step.schedule import learning_rate
 
 
 @contextmanager
-def learning_of(recipe: Recipe, rows: object, tokenizer: Tokenizer) -> Iterator[Learning | None]:
+def learning_of(
+    recipe: Recipe, rows: object, tokenizer: Tokenizer, ranks: Ranks | None = None
+) -> Iterator[Learning | None]:
     """What a recipe's iterations are made with; None of one that samples nothing.
 
     Raises InvalidRequest: a reward function that cannot be loaded.
@@ -48,7 +58,7 @@ def learning_of(recipe: Recipe, rows: object, tokenizer: Tokenizer) -> Iterator[
             recipe.rollout, rows.prompts, groups,
             judges, tokenizer.decode, partial(sample_in_slots, decode=tokenizer.decode),
             tokenizer.end, recipe.seed, recipe.reward.missing_eos_penalty,
-            choose=several if rows.portions else None,
+            choose=several if rows.portions else None, ranks=ranks or Ranks(),
         )  # fmt: skip
         yield Learning(objective, recipe.policy, sampling, recipe.value, rows.held_out)
 
@@ -87,8 +97,9 @@ def take_iteration(
     seconds = time.perf_counter() - start
     session.compare()
     figures = {k: v if math.isfinite(v) else None for k, v in summary.figures.items()}
+    ranks = {"ranks": session.ranks.size} if session.ranks.size > 1 or session.ranks.notes else {}
     return {
-        "step": index + 1, "learning_rate": rate, **figures,
+        "step": index + 1, "learning_rate": rate, **ranks, **figures,
         "rewards": list(summary.rewards_by_function), "reward_failures": summary.failures,
         "samples": list(summary.samples), "tokens": summary.update_tokens, "seconds": seconds,
         "tokens_per_second": summary.update_tokens / seconds,
@@ -115,14 +126,15 @@ def evaluate_prompts(
     rewards. Nothing is drawn, so that the run goes on as it would have without.
     """
     sampling, start = learning.sampling, time.perf_counter()
-    prompts = list(learning.held_out)
-    answers = sampling.groups * sampling.rollout.num_generations
+    prompts, ranks = list(learning.held_out), sampling.ranks
+    own = prompts[own_part(len(prompts), ranks)]
     completions = answer_greedily(
-        built, [p.ids for p in prompts], sampling.rollout, answers, sampling.end,
-        observer=observer, decode=sampling.decode,
+        built, [p.ids for p in own], sampling.rollout, built.recipe.own_rows, sampling.end,
+        observer=observer, decode=sampling.decode, ranks=ranks,
     )  # fmt: skip
     judge = scores_of(built, sampling.rollout, observer)
-    _, verdict = judge_answers(sampling, prompts, completions, judge)
+    judged = Judged(completions, *judge_answers(sampling, own, completions, judge))
+    completions, _, verdict, *_ = join_shares(judged, ranks)
     rewards = [r for r in verdict.rewards.tolist() if r == r]
     count = len(rewards)
     mean = sum(rewards) / count if count else None

@@ -12,11 +12,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from memfit.records.ledger import ROLLOUT, Phase
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import RewardSettings, Rollout, find_online
+from memfit.train.distributed.ranks import Alike, Ranks
 from memfit.train.generation.sampling import NewTokens
 from memfit.train.generation.settings import Completion
 from memfit.train.measure.observer import Observer
@@ -26,7 +28,7 @@ from memfit.train.rl.rewards.adapter import cut_all
 from memfit.train.rl.rewards.process import Judged
 from memfit.train.rl.rollout import Prompt, Sampling
 from memfit.train.rl.rows import Ids
-from memfit.train.rl.sampling import sample_in_slots
+from memfit.train.rl.sampling import ALONE, Share, sample_in_slots
 from memfit.train.step.build import Built
 
 TIMES = 2  # the first iteration makes the optimizer's states
@@ -38,9 +40,10 @@ def rehearse(built: Built, observer: Observer) -> None:
     """Run iterations that hold as much as any of the run's."""
     recipe = built.recipe
     tokens = recipe.rollout.max_prompt_length
+    rank = dist.get_rank() if recipe.parallel.world > 1 else 0
     for index in range(TIMES):
         watching = observer if index else _First(observer)
-        learning = make_learning(recipe, watching, tokens)
+        learning = make_learning(recipe, watching, tokens, rank=rank)
         iterate(built, learning, index, observer=watching, cut=cut_few)
 
 
@@ -50,11 +53,12 @@ def cut_few(rows: int, each: int) -> Sequence[slice]:
 
 
 def make_learning(
-    recipe: Recipe, observer: Observer, tokens: int, limits: tuple[int, ...] = ()
+    recipe: Recipe, observer: Observer, tokens: int, limits: tuple[int, ...] = (), rank: int = 0
 ) -> Learning:
     """A run's own, over prompts of `tokens` tokens, whose answers all have the same reward.
 
-    limits: tokens of each answer; empty: each is as long as it may be.
+    limits: tokens of each of a rank's answers; empty: each is as long as it may be. All ranks do
+    the same, so that none needs to hear of another.
     """
     rollout = recipe.rollout
     groups = recipe.global_batch // rollout.num_generations
@@ -63,14 +67,19 @@ def make_learning(
     sampling = Sampling(
         rollout, prompts, groups, judges, lambda _: "",
         partial(_sample_few, observer=observer, limits=limits), None, recipe.seed,
-        recipe.reward.missing_eos_penalty,
+        recipe.reward.missing_eos_penalty, ranks=alike(recipe, rank),
     )  # fmt: skip
     return Learning(find_online(recipe.objective), recipe.policy, sampling, recipe.value)
 
 
+def alike(recipe: Recipe, rank: int) -> Ranks:
+    """The ranks of a recipe, of which this is one."""
+    return Alike(rank, recipe.parallel.world) if recipe.parallel.world > 1 else Ranks()
+
+
 def _sample_few(
     built: Built, prompts: Sequence[Ids], rollout: Rollout, end: int | None, seed: int,
-    *, observer: Observer, limits: tuple[int, ...],
+    *, observer: Observer, limits: tuple[int, ...], share: Share = ALONE,
 ) -> list[Completion]:  # fmt: skip
     """`sample_in_slots` of two waves of answers, which stand for all."""
     answers = len(prompts)
@@ -78,7 +87,7 @@ def _sample_few(
     made = sample_in_slots(
         built, prompts[:shown], rollout, end, seed,
         limits=limits[:shown], observer=observer, read=_go_on,
-        decode=lambda _: "",
+        decode=lambda _: "", share=share,
     )  # fmt: skip
     return (made * -(-answers // shown))[:answers]
 

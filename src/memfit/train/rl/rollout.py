@@ -5,10 +5,12 @@ A run that is killed makes the same rollout once more from its checkpoint, bit f
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,11 +19,12 @@ from torch import Tensor
 
 from memfit.core.errors import InvalidRequest
 from memfit.records.reinforcement import Rollout
+from memfit.train.distributed.ranks import Ranks
 from memfit.train.generation.settings import Completion
 from memfit.train.rl.advantages import find_even_groups
 from memfit.train.rl.judging import Judges, Verdict
 from memfit.train.rl.rows import Ids
-from memfit.train.rl.sampling import Sample
+from memfit.train.rl.sampling import Sample, Share
 from memfit.train.step.build import Built
 
 COLUMN_OF_PROMPTS = "prompt"
@@ -57,6 +60,8 @@ class Sampling:
     missing_eos_penalty: float = 0.0  # is taken off the reward of an answer that reached its limit
     # rows of a rollout by iteration and attempt, where the data are several; None: `choose_prompts`
     choose: Callable[[int, int], list[int]] | None = None
+    # those that sample and judge together: each answers its share of the prompts
+    ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest where the data has fewer prompts than a rollout takes."""
@@ -141,15 +146,67 @@ def _sample_and_judge(
     built: Built, sampling: Sampling, rows: Sequence[int], when: tuple[int, int],
     score: Score | None,
 ) -> tuple[list[Prompt], list[Completion], list[str], Verdict, float, float]:  # fmt: skip
-    rollout = sampling.rollout
+    """Of all ranks, in the order of the prompts: each samples and judges its share of them."""
+    rollout, ranks = sampling.rollout, sampling.ranks
     prompts = [sampling.prompts[row] for row in rows for _ in range(rollout.num_generations)]
     chance = int(_random(sampling.seed, *when, 1).integers(2**62))
+    sample, own = sampling.sample, own_part(len(prompts), ranks)
+    if ranks.size > 1:
+        sample = partial(sample, share=Share(own.start, ranks))
     start = time.perf_counter()
-    completions = sampling.sample(built, [p.ids for p in prompts], rollout, sampling.end, chance)
+    completions = sample(built, [p.ids for p in prompts[own]], rollout, sampling.end, chance)
     sampled = time.perf_counter()
-    texts, verdict = judge_answers(sampling, prompts, completions, score)
-    judged = time.perf_counter()
-    return prompts, completions, texts, verdict, sampled - start, judged - sampled
+    texts, verdict = judge_answers(sampling, prompts[own], completions, score)
+    found = Judged(completions, texts, verdict, sampled - start, time.perf_counter() - sampled)
+    return prompts, *join_shares(found, ranks)
+
+
+class Judged(NamedTuple):
+    """One rank's answers, what was made of them, and how long it took."""
+
+    completions: list[Completion]
+    texts: list[str]
+    verdict: Verdict
+    sampling: float = 0.0
+    judging: float = 0.0
+
+
+def own_part(count: int, ranks: Ranks) -> slice:
+    """Which of `count` neighbours are this rank's."""
+    return slice(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
+
+
+def join_shares(own: Judged, ranks: Ranks) -> Judged:
+    """The answers of all ranks in their order, on each of them; the seconds of the slowest.
+
+    Their tokens and rewards, which are little beside what one step moves: whatever is worked out of
+    them is then what one process would.
+    """
+    if ranks.size == 1:
+        return own
+    completions, texts, verdict, *seconds = own
+    answers = [(c.ids, c.log_probs, c.ended) for c in completions]
+    rewards = verdict.rewards.tolist(), verdict.by_function.tolist()
+    shares = ranks.gather_texts(json.dumps([answers, texts, *rewards, verdict.failures, seconds]))
+    made: list[Completion] = []
+    of_all: list[str] = []
+    sums: list[float] = []
+    by_function: list[list[float]] = []
+    failures: Counter[str] = Counter()
+    slowest = [0.0, 0.0]
+    for share in shares:
+        theirs, words, reward, parts, failed, spent = json.loads(share)
+        made += [Completion(tuple(ids), tuple(chances), ended) for ids, chances, ended in theirs]
+        of_all += words
+        sums += reward
+        by_function += parts
+        failures += Counter(failed)
+        slowest = [max(pair) for pair in zip(slowest, spent, strict=True)]
+    found = Verdict(
+        torch.tensor(sums, dtype=torch.float32),
+        torch.tensor(by_function, dtype=torch.float32).view(len(made), -1), failures,
+    )  # fmt: skip
+    return Judged(made, of_all, found, *slowest)
 
 
 def judge_answers(
@@ -157,6 +214,8 @@ def judge_answers(
     score: Score | None = None,
 ) -> tuple[list[str], Verdict]:  # fmt: skip
     """Texts of answers, one to each prompt, and their rewards."""
+    if not prompts:  # of few held-out ones a rank may have none
+        return [], Verdict(torch.empty(0), torch.empty(0, 0), Counter())
     rollout = sampling.rollout
     texts = [sampling.decode(_without_end(c.ids, sampling.end)) for c in completions]
     columns: dict[str, Any] = {"max_completion_length": rollout.max_completion_length}

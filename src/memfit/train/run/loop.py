@@ -167,7 +167,7 @@ def train(
         held_out_bounds = held_out.bounds_once() if held_out else None
         if certificate is not None and not override:
             _check_holds(find_excess(recipe, certificate, bounds, held_out_bounds))
-        learning = opened.enter_context(learning_of(recipe, training, data.tokenizer))
+        learning = opened.enter_context(learning_of(recipe, training, data.tokenizer, ranks))
         session = Session(
             recipe=recipe,
             folder=folder,

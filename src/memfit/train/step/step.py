@@ -289,13 +289,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def answer_log_probs(built: Built, batch: Batch, temperature: float) -> TokenLogProbs:
     """Of each target token under the model as it is; nothing is saved."""
-    was_training = built.model.training
-    built.model.eval()
-    try:
-        with torch.no_grad(), autocast(built):
-            return _token_log_probs(built, _hidden(built, batch), batch.labels, temperature)
-    finally:
-        built.model.train(was_training)
+
+    def work() -> TokenLogProbs:
+        return _token_log_probs(built, _hidden(built, batch), batch.labels, temperature)
+
+    with evaluating(built.model), torch.no_grad(), autocast(built):
+        if built.recipe.parallel.world == 1:
+            return work()
+        base = parts(built.model).base
+        with sharing(built.recipe.parallel):
+            found = run_as_forward(base, work)
+        let_go(base)  # no backward comes that would let go of the tail
+        return found
 
 
 def row_values(built: Built, batch: Batch) -> Tensor:

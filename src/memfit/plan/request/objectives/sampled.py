@@ -18,7 +18,7 @@ from memfit.records.objectives import (
     check_values,
     refuse_sampled,
 )
-from memfit.records.recipe import ADAPTED, OWN_STEP, Method, Recipe
+from memfit.records.recipe import ADAPTED, OWN_STEP, Method, Parallel, Recipe
 from memfit.records.reinforcement import (
     Policy,
     RewardAdapter,
@@ -77,7 +77,7 @@ def check_sampled(request: Request) -> None:
             hint="leave `task.sequence_length` on `auto`",
         )
     refuse_sampled(
-        objective, packing=task.packing is True, ranks=request.ranks,
+        objective, packing=task.packing is True, parallel=_find_ranks(request),
         dropout=request.lora.dropout if request.method in ADAPTED else 0.0,
         precision=request.precision, compile_=request.compile,
         offload=UNUSED.get(request.offload, request.offload),
@@ -93,6 +93,12 @@ def check_sampled(request: Request) -> None:
         micro = request.micro_batch
         check_no_preference(objective, stated=request.preference != PreferenceRequest())
         check_two_answers(objective, request.generations, 2 if micro == "auto" else micro)
+
+
+def _find_ranks(request: Request) -> Parallel:
+    """The stated mesh; what is left open is shards."""
+    stated = request.parallel
+    return Parallel(dp_shard=request.devices) if stated == "auto" else stated.stated
 
 
 def settle_allocator(request: Request, device: Device) -> Request:
@@ -259,7 +265,7 @@ def _choose_reward_adapter(request: Request, method: Method) -> RewardAdapter:
     folder, stated = find_adapter_folder(request.reward.funcs), request.reward.adapter
     if not folder:
         return RewardAdapter()
-    check_reward_adapter(folder, method)
+    check_reward_adapter(folder, method, request.ranks)
     if request.framework != OWN_STEP:
         raise InvalidRequest(
             f"`reward.funcs: adapter:{folder}` with `framework: {request.framework}`: only memfit's"

@@ -44,7 +44,7 @@ class Slots(Record, frozen=True, kw_only=True):
     @classmethod
     def of(cls, recipe: Recipe, limit: int) -> Slots:
         """limit: positions of the model; 0 where nothing ends a row."""
-        rollout, answers = recipe.rollout, recipe.global_batch
+        rollout, answers = recipe.rollout, recipe.own_rows
         tokens = min(rollout.width, limit or rollout.width)
         return cls(
             rows=rollout.in_flight(answers), group=rollout.num_generations,
@@ -110,7 +110,7 @@ class _Calls:
         batch = Batch(rows=slots.rows, tokens=1, documents=None)
         self.simulation = Simulation(setting, batch, unrolled=False)
         self.setting, self.slots, self.dtype = setting, slots, dtype
-        self.meter = self.simulation.meter
+        self.meter, self.units = self.simulation.meter, self.simulation.units
 
     def record(self, columns: Sequence[int]) -> Recording:
         passes = []
@@ -133,6 +133,15 @@ class _Calls:
             quantised=setting.precision.quantised, slots=now,
         )  # fmt: skip
 
+    def _begin(self, forward: Forward) -> Forward:
+        """Each call is the forward of FSDP2's root; what it does not reshard stays gathered until
+        all answers are there."""
+        return forward if self.units is None else self.units.begin(forward)
+
+    def _end(self, logits: Tensor) -> None:
+        if self.units is not None:
+            self.units.end(logits)
+
     def _prefill(self, admission: Admission) -> None:
         meter, slots, simulation = self.meter, self.slots, self.simulation
         simulation.mark("embedding", "embedding")
@@ -142,10 +151,11 @@ class _Calls:
         )
         ids = meta.empty(meter, (admission.prompts, slots.prompt), "int64")
         with meter.with_autocast(self.setting.precision.autocast):
-            forward = self._forward(ids, None, now)
+            forward = self._begin(self._forward(ids, None, now))
             hidden = simulation.find_hidden(forward, [])
             simulation.mark("loss", OWNER)
             logits = self._only_last(forward, hidden)
+            self._end(logits)
             del hidden, forward, ids
         if after is None and slots.group > 1:
             after = self._keep_logits()
@@ -180,10 +190,11 @@ class _Calls:
         now = Decode(meter, rows, columns, slots.tokens, self.dtype, uneven=slots.reach > 1)
         ids = meta.empty(meter, (rows, 1), "int64")
         with meter.with_autocast(self.setting.precision.autocast):
-            forward = self._forward(ids, meta.unsqueeze(now.positions, 1), now)
+            forward = self._begin(self._forward(ids, meta.unsqueeze(now.positions, 1), now))
             hidden = simulation.find_hidden(forward, [])
             simulation.mark("loss", OWNER)
             logits = self._head(forward, hidden)
+            self._end(logits)
             del hidden, forward, ids
         self._sample(logits.viewed((rows, logits.shape[-1]), (logits.shape[-1], 1)))
         del logits, now, after

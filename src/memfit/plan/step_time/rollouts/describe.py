@@ -85,8 +85,9 @@ def describe_iteration(
     rate = recipe.global_batch * recipe.sequence_length / seconds
     _, _, why = find_decode_range(seconds)
     return Time(
-        step_seconds=seconds, tokens_per_second=rate, tokens_per_second_per_device=rate,
-        mfu=None, hfu=None, model_flops_per_step=flops,
+        step_seconds=seconds, tokens_per_second=rate,
+        tokens_per_second_per_device=rate / recipe.parallel.world,
+        mfu=None, hfu=None, model_flops_per_step=flops * recipe.parallel.dp,
         total_seconds=seconds * recipe.steps if recipe.steps else None,
         because=because, basis=basis,
         step_seconds_low=sum(p.seconds_low or 0.0 for p in known),

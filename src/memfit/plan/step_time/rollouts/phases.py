@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 from memfit.base_formats import find_base_format
 from memfit.families.capabilities.kv_cache import cache_bytes
+from memfit.plan.step_time import work
 from memfit.plan.step_time.arrays import beside, change
 from memfit.plan.step_time.block import score_head, spend, time_block
+from memfit.plan.step_time.communication.exchanges import gather_seconds
 from memfit.plan.step_time.rates import Setting
 from memfit.plan.step_time.rollouts.decoding import EACH_ANSWER, Decoding, step_seconds, time_step
 from memfit.plan.step_time.step import Parts, predict_step
@@ -52,7 +54,7 @@ class Iteration(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How many of what an iteration has, every length at its bound."""
+    """How many of what an iteration has on one rank, every length at its bound."""
 
     answers: int
     prompts: int  # each read once, for all of its answers
@@ -65,7 +67,7 @@ class Counts(NamedTuple):
 
 def count(recipe: Recipe, architecture: Architecture) -> Counts:
     """Those of a recipe whose answers are sampled."""
-    rollout, answers = recipe.rollout, recipe.global_batch
+    rollout, answers = recipe.rollout, recipe.own_rows
     rows = rollout.in_flight(answers)
     completion = rollout.max_completion_length
     if architecture.max_sequence and not architecture.alibi:  # positions end a row
@@ -122,7 +124,8 @@ def time_iteration(
             + (", for the policy and for the value" if recipe.values else ""),
         )
     )  # fmt: skip
-    return Iteration(tuple(phases), update)
+    of_all = [phase._replace(tokens=phase.tokens * recipe.parallel.dp) for phase in phases]
+    return Iteration(tuple(of_all), update)
 
 
 def with_values(parts: Parts) -> Parts:
@@ -152,7 +155,9 @@ def _prefill(setting: Setting, recipe: Recipe, counts: Counts, device: Device) -
     each = min(counts.prompts, free, max(1, PREFILL_TOKENS // counts.prompt))
     layout = change(setting.layout, micro_batch=1.0 * each, sequence=1.0 * counts.prompt)
     calls = -(-counts.prompts // each)
-    seconds = counts.rounds * calls * _forward(setting._replace(layout=layout), device)
+    own = setting._replace(layout=layout)
+    each_call = _forward(own, device)
+    seconds = counts.rounds * (calls * each_call + _gather(own, recipe, calls, each_call))
     because = (
         f"{_times(counts.rounds)}{counts.prompts} prompts of {counts.prompt} tokens, each read"
         f" once for its {group} answers, {each} a call"
@@ -163,18 +168,21 @@ def _prefill(setting: Setting, recipe: Recipe, counts: Counts, device: Device) -
 
 def _decode(decoding: Decoding, counts: Counts) -> Phase:
     """Token after token of all rows in flight; the first one comes with the prompt's logits."""
-    rollout, seconds = decoding.recipe.rollout, EACH_ANSWER * counts.answers
+    recipe, seconds = decoding.recipe, EACH_ANSWER * counts.answers
     last = counts.answers - (counts.waves - 1) * counts.rows
     whole = counts.prompt + counts.completion
     for rows, waves in ((counts.rows, counts.waves - 1), (last, 1)):
         layout = change(decoding.setting.layout, micro_batch=1.0 * rows)
         wave = decoding._replace(setting=decoding.setting._replace(layout=layout))
-        for columns, steps in reaches(counts, rollout.reach):
-            seconds += waves * steps * step_seconds(time_step(wave, columns), wave.device)
+        for columns, steps in reaches(counts, recipe.rollout.reach):
+            each = step_seconds(time_step(wave, columns), wave.device)
+            seconds += waves * steps * each
+            if recipe.parallel.reshard_after_forward:  # else they are whole since the prompts
+                seconds += _gather(wave.setting, recipe, waves * steps, each)
     because = (
         f"{_times(counts.rounds)}{counts.answers} answers of {counts.completion} tokens,"
-        f" {counts.rows} in flight: a step reads all weights and {counts.prompt} to {whole} tokens"
-        " of keys and values"
+        f" {counts.rows} in flight{_on_each(recipe)}: a step reads all weights and"
+        f" {counts.prompt} to {whole} tokens of keys and values"
     )
     tokens = counts.rounds * counts.answers * counts.completion
     return Phase("decode", counts.rounds * seconds, tokens, "compute", because)
@@ -196,7 +204,24 @@ def _score(setting: Setting, recipe: Recipe, counts: Counts, device: Device, nam
         each += float(score_head(setting))
     because = f"a forward of all rows without a gradient, {UNDER[name]}"
     tokens = counts.answers * recipe.sequence_length
-    return Phase(name, recipe.accumulation * each, tokens, "compute", because)
+    seconds = recipe.accumulation * each + _gather(setting, recipe, recipe.accumulation, each)
+    return Phase(name, seconds, tokens, "compute", because)
+
+
+def _gather(setting: Setting, recipe: Recipe, calls: int, each: float) -> float:
+    """Exposed seconds of gathering shards for forwards without a gradient.
+
+    What a block's own gathering takes beyond the block before it, and the framework's share. each:
+    seconds of one forward.
+    """
+    layout, layers = setting.layout, float(setting.shape.layers)
+    if recipe.parallel.shards == 1:
+        return 0.0
+    elements = work.gathered_elements(setting.shape, layout)
+    gather = float(gather_seconds(setting, layout.sent.gathered * elements)[0])
+    share = min(float(setting.rates.exposed.exposed_data), 1.0)
+    times = calls if recipe.parallel.reshard_after_forward else min(calls, 1)
+    return times * layers * (max(gather - each / layers, 0.0) + share * gather)
 
 
 def _forward(setting: Setting, device: Device, *, adapters: bool = True) -> float:
@@ -207,6 +232,11 @@ def _forward(setting: Setting, device: Device, *, adapters: bool = True) -> floa
     launched = float(block.launched) / 3  # a third of the launches are the forward's
     each = busy + launched if device.is_cpu else float(beside(busy, launched))
     return float(setting.shape.layers) * each
+
+
+def _on_each(recipe: Recipe) -> str:
+    ranks = recipe.parallel.dp
+    return f" on each of {ranks} ranks" if ranks > 1 else ""
 
 
 def _times(rounds: int) -> str:

@@ -1,0 +1,111 @@
+"""Runs that sample answers on ranks of this CPU, one order a line: `[world, folder, rank, part]`.
+
+A rank may end itself by `kill -9` within a part of its third iteration; -1 is none of them. The
+libraries are imported once and the ranks are forked. Answers with the ranks' exit statuses.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+from ranks_run import free_port
+from tiny_rollouts import LORA, recipe_of
+from tiny_runs import CONFIG
+
+from memfit.core.errors import Error
+from memfit.records.recipe import Parallel, Recipe
+from memfit.records.reinforcement import Policy
+from memfit.records.request import Request, Task
+from memfit.train.distributed.ranks import find_place, join
+from memfit.train.rl import learn, rollout
+from memfit.train.run import loop
+from memfit.train.run.loop import Cadence
+from memfit.train.step.build import build_model
+
+KILLED = 2  # the index of the iteration
+
+
+def recipe_on(folder: Path, world: int) -> Recipe:
+    """Always 16 answers of all ranks, four iterations, and a reference beside the policy."""
+    return recipe_of(
+        folder, **LORA, policy=Policy(beta=0.1), micro_batch=4, accumulation=4 // world, steps=4,
+        parallel=Parallel(dp_shard=world),
+    )  # fmt: skip
+
+
+def end_within(part: str) -> None:
+    """This process ends where that part of the iteration begins."""
+    begin = loop.take_iteration
+    module, name = {"rollout": (rollout, "judge_answers"), "update": (learn, "step")}[part]
+
+    def end(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def take(session, learning, built, index):
+        if index == KILLED:
+            setattr(module, name, end)
+        return begin(session, learning, built, index)
+
+    loop.take_iteration = take
+
+
+def train(world: int, folder: Path, data: Path, cache: Path) -> None:
+    recipe = recipe_on(data.parent, world)
+    place = find_place()
+    task = Task(objective="grpo", data=str(data), evaluation=str(data.parent / "held_out.jsonl"))
+    request = Request(model=CONFIG, task=task)
+    asked = {"cadence": Cadence(save_every=2, evaluate_every=2, watch_every=50), "cache": cache}
+    if place is None:
+        loop.train(recipe, request, folder, **asked)
+        return
+    with join(place, "cpu") as ranks:
+        loop.train(recipe, request, folder, ranks=ranks, **asked)
+
+
+def start(rank: int, port: int, order: list, data: Path, cache: Path) -> int:
+    world, folder, killed, part = order
+    child = os.fork()
+    if child:
+        return child
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    code = 0
+    try:
+        if rank == killed:
+            end_within(part)
+        train(world, Path(folder), data, cache)
+    except Error as error:
+        sys.stderr.write(f"rank {rank}: {error}\n")
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    data, cache = map(Path, sys.argv[1:])
+    assert torch.get_num_threads() == 1, "OMP_NUM_THREADS=1 is missing"
+    build_model(recipe_on(data.parent, 1), "cpu")  # imports what is only imported when needed
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        order = json.loads(line)
+        port = free_port()
+        ranks = [start(rank, port, order, data, cache) for rank in range(order[0])]
+        ended = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+        print(json.dumps(ended), flush=True)  # noqa: T201 - the answer
+
+
+if __name__ == "__main__":
+    main()
