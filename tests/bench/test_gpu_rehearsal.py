@@ -24,7 +24,7 @@ from on_gpu.slices import NAMES  # noqa: E402
 
 COMMAND = [sys.executable, "-W", "ignore", str(ROOT / "bench" / "on_gpu"), "--device", "cpu"]
 # units in processes of their own and in the command's; `make test-wide` has every slice
-SHORT = ("recipes", "allocator", "rates", "kernels")
+SHORT = ("recipes", "allocator")
 SEVERAL = ("allocator", "rates", "kernels")  # whose twins have more than one unit
 
 

@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from tiny_steps import build_watched, watch_real_step
 
 from memfit.certify.tracing.partitioned import Partitioned
-from memfit.certify.tracing.trace_step import worst_shapes
+from memfit.certify.tracing.trace_step import import_for, worst_shapes
 from memfit.parallelism.context import own_parts
 from memfit.parallelism.shards import local_shape
 from memfit.parallelism.tensor import cut_dim
@@ -250,8 +250,8 @@ def main() -> None:
     assert torch.get_num_threads() == 1, "OMP_NUM_THREADS=1 is missing"
     warnings.simplefilter("error")
     recipes: list[Recipe] = pickle.loads((folder / "cases").read_bytes())
-    whole = replace(recipes[0], parallel=Parallel(), offload="none")
-    build_model(whole, "meta")  # imports what is only imported when it is needed
+    for recipe in recipes:
+        import_for(recipe)  # once, and not in each rank
     gc.collect()
     gc.freeze()  # each step begins with a collection: 0.3 s less without the libraries
     for world in sorted({recipe.parallel.world for recipe in recipes}):

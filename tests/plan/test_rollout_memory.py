@@ -123,7 +123,8 @@ LONG = ("llama, dora", "llama, nf4")  # which show what steps of a long answer a
 # whose parts another family of these has, too
 ALIKE = (
     "qwen3, lora", "qwen3, full", "opt, lora", "phi, lora", "phi3, lora", "olmo2, full",
-    "stablelm, full", "glm4_moe, lora", "deepseek_v2, lora, latent attention",
+    "stablelm, full", "glm4_moe, lora", "deepseek_v2, lora, latent attention", "opt, ppo",
+    "falcon, lora", "gptj, lora", "granite, rloo, scaled", "mpt, full, by distance",
 )  # fmt: skip
 
 

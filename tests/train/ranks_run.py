@@ -87,9 +87,9 @@ def be_late(is_late: bool, seconds: float = 0.2) -> None:
     stragglers.AFFORDED = float("inf")
     plain = loop.run_step
 
-    def run_step(*args: Any) -> Any:
+    def run_step(*args: Any, **named: Any) -> Any:
         time.sleep(seconds * is_late)
-        return plain(*args)
+        return plain(*args, **named)
 
     loop.run_step = run_step
 
@@ -130,7 +130,8 @@ def start(order: dict) -> list[int]:
 def main() -> None:
     faulthandler.enable()  # a rank that dies of a signal says where
     assert torch.get_num_threads() == 1, "OMP_NUM_THREADS=1 is missing"
-    build_model(tiny_recipe(), "cpu")  # imports what is only imported when it is needed
+    for more in ({}, {"method": "lora"}, {"method": "lora", "base_format": "nf4"}):
+        build_model(recipe_of(more), "cpu")  # imports what is only imported when it is needed
     gc.collect()
     gc.freeze()  # each rank collects before its first step: 0.3 s less without the libraries
     for line in sys.stdin:
