@@ -110,3 +110,13 @@ def test_only_a_miss_has_ways_out_and_a_draft_leaves_them_out():
     assert api.plan(api.read("pythia-70m", device="h100-sxm")).ways_out == ()
     request = api.read("llama-3.1-8b", device="rtx-4090", changes={"method": "full"})
     assert api.plan(request, levers=False).ways_out == ()
+
+
+@pytest.mark.parametrize("framework", ["trl", "hf-trainer"])
+def test_adapters_over_the_base_as_it_is_are_a_way_out_of_anothers_default(framework):
+    """Whose `method: auto` is `full`, so that a base of fewer bits is not all there is to try."""
+    request = api.read("llama-3.2-1b", device="l4", changes={
+        "framework": framework, "task.sequence_length": 8192})  # fmt: skip
+    plan = api.plan(request)
+    assert (plan.recipe.method, plan.memory.verdict) == ("full", "does_not_fit")
+    assert {"method": "lora"} in [dict(way.changes) for way in plan.ways_out]

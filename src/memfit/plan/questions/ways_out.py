@@ -22,6 +22,7 @@ from memfit.plan.search.candidates import node_size
 from memfit.records import to_data
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind
+from memfit.records.recipe import OWN_STEP
 from memfit.records.request import Request, change
 from memfit.records.results import Plan, WayOut
 
@@ -60,8 +61,8 @@ def find_ways_out(request: Request, nearest: Plan, find_plan: Planner) -> tuple[
     for most, attempts in (
         (1, _knobs(request)), (1, _offloads(request)), (1, _limits(request, nearest)),
         (1, _in_flight(nearest)),
-        (2, _methods(request)), (1, _counts(request, nearest)), (1, _larger(request, nearest)),
-        (1, _rows(request, nearest)),
+        (2, _methods(request, nearest)), (1, _counts(request, nearest)),
+        (1, _larger(request, nearest)), (1, _rows(request, nearest)),
     ):  # fmt: skip
         own: list[WayOut] = []
         for attempt in attempts:
@@ -174,9 +175,13 @@ def _limits(request: Request, nearest: Plan) -> Iterator[Attempt]:
             yield Attempt("limit", f"a limit of {text}", {"limits.memory": text})
 
 
-def _methods(request: Request) -> Iterator[Attempt]:
-    """Adapters, over a base in ever fewer bits."""
-    if request.method == "full":
+def _methods(request: Request, nearest: Plan) -> Iterator[Attempt]:
+    """Adapters, over a base in ever fewer bits.
+
+    Under `auto` memfit's own step has tried LoRA already; of others `auto` is their default, full.
+    """
+    untried = request.method == "auto" and request.framework != OWN_STEP
+    if request.method == "full" or (untried and nearest.recipe.method == "full"):
         yield Attempt("method", "LoRA", {"method": "lora"})
     offered = offered_formats()
     fewest = min(find_base_format(base).bits for base in offered)
