@@ -249,6 +249,9 @@ def test_unusable_files_are_refused_by_name(tokenizer, tmp_path):
     }.items():
         with pytest.raises(InvalidRequest, match=says):
             read(tmp_path / name, tokenizer, tmp_path / "cache")
+    with pytest.raises(InvalidRequest) as caught:
+        read(tmp_path / "list.json", tokenizer, tmp_path / "cache")
+    assert f"`jq -c '.[]' {tmp_path}/list.json > {tmp_path}/list.jsonl`" in caught.value.hint
     with pytest.raises(InvalidRequest, match=r"did you mean `empty.txt`"):
         find_sources(str(tmp_path / "emty.txt"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -115,9 +116,11 @@ def _named(path: Path, hashes: Hashes) -> Source:
     if path.stat().st_size == 0:
         raise InvalidRequest(f"`{path}` is empty", hint="name a file with text in it")
     if path.suffix.lower() == ".json":
+        old, new = (shlex.quote(str(place)) for place in (path, path.with_suffix(".jsonl")))
         raise InvalidRequest(
             f"`{path}` is one JSON document, not examples",
-            hint="write one object a line, as JSONL (`jq -c '.[]'` splits an array)",
+            hint="data has one object a line, as JSONL:"
+            f" `jq -c '.[]' {old} > {new}` writes it of an array",
         )
     digest, problem = _inspect(path, hashes)
     if problem:
