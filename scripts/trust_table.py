@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import gpu_claims
 import gpu_page
 
 from memfit.accuracy.memory_errors import Accuracy, Compared, summarise
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "trust.md"
 RESULTS = ROOT / "bench" / "results"
-GOLDEN = "NVIDIA/Megatron-LM"
+GOLDEN, OWN = "NVIDIA/Megatron-LM", "memfit measure"  # OWN: rows of memfit's own step
 PEERS = ("hf-trainer", "trl", "litgpt")
 
 Cells = tuple[str, str, str, str]  # what, against what, figure, file
@@ -55,12 +56,33 @@ def headlines(found: Accuracy, times: TimeAccuracy) -> tuple[tuple[str, str], ..
     return (
         ("certified, beside the same step on real tensors",
          f"{exact}: {exact_against.partition(': ')[2]}"),
+        *_on_gpus(),
         ("predicted peaks of other trainers' steps", f"{errors}: {runs.partition(' (')[0]}"),
         ("predicted step times", f"{spread.partition(';')[0]}: {steps.partition(';')[0]}"),
         ("every mesh of 16,384 GPUs for a model of 405B",
          f"{took.partition(',')[0]} of one core: {tried}"),
         ("seconds of CPU, as typed", _typed()),
     )  # fmt: skip
+
+
+def _on_gpus() -> Iterable[tuple[str, str]]:
+    """Certificates beside the allocator's and the driver's own counts, a line a GPU."""
+    rows = [r for r in gpu_claims.read() if r["slice"] == "recipes" and "certified" in r]
+    for name in sorted({row["environment"]["device"] for row in rows}):
+        off = {
+            what: [
+                abs(row["certified"][what] / row["measured"][what] - 1)
+                for row in rows
+                if row["environment"]["device"] == name
+            ]
+            for what in ("peak_allocated", "device_total")
+        }
+        allocated, total = off["peak_allocated"], off["device_total"]
+        yield (
+            f"certified, beside a real {name}",
+            f"allocated bytes within {max(allocated):.2%} ({allocated.count(0)} of"
+            f" {len(allocated)} recipes to the byte), the device's within {max(total):.1%}",
+        )
 
 
 def _typed() -> str:
@@ -131,7 +153,8 @@ def _published(found: Accuracy) -> Iterable[Cells]:
 
 def _halves(compared: Iterable[Compared]) -> tuple[list[Compared], list[Compared]]:
     every = list(compared)
-    return [c for c in every if c.source != GOLDEN], [c for c in every if c.source == GOLDEN]
+    others = [c for c in every if c.source not in (GOLDEN, OWN)]
+    return others, [c for c in every if c.source == GOLDEN]
 
 
 def _errors(compared: list[Compared]) -> str:

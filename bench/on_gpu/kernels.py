@@ -71,6 +71,25 @@ def refused(what: str) -> str:
     return ""
 
 
+def say(what: str, device: str) -> dict[str, int]:
+    """Bytes that today's rules say of each operator of a program, on tensors without data.
+
+    what: the program's name in `cases`; the keys are those of `Probe.seen`.
+    """
+    from pathlib import Path
+
+    from memfit.catalog import find_device
+    from memfit.certify.tracing.cuda_kernels import cuda_kernels
+    from memfit.certify.tracing.fake_device import fake_device
+    from on_gpu.probe import Probe
+
+    place, row = Place("cuda", device, Path()), find_device(device)
+    probe = Probe(place, weigh=False)
+    with fake_device(row), cuda_kernels(row):
+        cases(place)[what](probe)
+    return {key: found["stated"] for key, found in probe.seen.items()}
+
+
 def run_step(probe: Any, name: str, place: Place) -> None:
     """Two optimizer steps of a recipe under the probe; the first one makes states."""
     import torch

@@ -14,13 +14,22 @@ from memfit.meta.workspace import find_grid
 from on_gpu.rows import Place
 
 
-class Probe(TorchDispatchMode):
-    """Weighs every operator that runs within it; `seen` has one row an operator and its shapes."""
+def key_of(operator: str, shapes: list[str]) -> str:
+    """What a row of `Probe.seen` is found by."""
+    return f"{operator} {', '.join(shapes[:4])}"[:300]
 
-    def __init__(self, place: Place) -> None:
+
+class Probe(TorchDispatchMode):
+    """Weighs every operator that runs within it; `seen` has one row an operator and its shapes.
+
+    weigh: whether there is an allocator to ask; else the rules' bytes alone are noted.
+    """
+
+    def __init__(self, place: Place, *, weigh: bool = True) -> None:
         super().__init__()
-        self._cuda = place.device == "cuda"
-        self._grid = find_grid(api.find_device(place.row)) if self._cuda else None
+        cuda = place.device == "cuda"
+        self._cuda = cuda and weigh
+        self._grid = find_grid(api.find_device(place.row)) if cuda else None
         self.seen: dict[str, dict[str, Any]] = {}
 
     def __torch_dispatch__(
@@ -60,10 +69,9 @@ class Probe(TorchDispatchMode):
             for t in tree_flatten(args)[0]
             if isinstance(t, torch.Tensor)
         ]
-        key = f"{name} {', '.join(shapes[:4])}"
-        if len(key) > 300:
-            key = key[:300]
-        row = self.seen.setdefault(key, {"operator": name, "shapes": shapes[:4], "count": 0})
+        row = self.seen.setdefault(
+            key_of(name, shapes), {"operator": name, "shapes": shapes[:4], "count": 0}
+        )
         row["count"] += 1
         for what, value in found.items():
             old = row.get(what)

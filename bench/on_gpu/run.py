@@ -47,8 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     asked = _parse(arguments)
     said = paths.prepare()
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
-    os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # a recipe says how the allocator is set
-    os.environ.pop("PYTORCH_ALLOC_CONF", None)
+    if not asked.worker:  # which starts with what its unit states
+        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+        os.environ.pop("PYTORCH_ALLOC_CONF", None)
     if asked.device == "cpu":
         os.environ["OMP_NUM_THREADS"] = (
             "1"  # tiny models: a second thread only waits, and waits busily

@@ -239,11 +239,16 @@ def test_workspace_rules_count_what_the_sources_allocate() -> None:
         return RULES[f"aten.{operator}.default"].nbytes(args, None)
 
     flash = "_scaled_dot_product_flash_attention_backward"
+    by_token = tensor(2, 100, 8, 80).transpose(1, 2)
     query, key = tensor(2, 8, 100, 80), tensor(2, 2, 100, 80)
     rows = 2 * 8 * 128
-    assert nbytes(flash, query, query, query) == rows * 4 + rows * 96 * 4
+    inside = rows * 4 + rows * 96 * 4
+    assert nbytes(flash, by_token, query, query, query, by_token) == inside
+    copied = 2 * 8 * 100 * 80 * 2
+    assert nbytes(flash, query, query, query, query, by_token) == inside + copied
+    assert nbytes(flash, query, query, query, query, query) == inside + 2 * copied
     expanded = 2 * (2 * 8 * 100 * 80) * 2
-    assert nbytes(flash, query, query, key) == rows * 4 + rows * 96 * 4 + expanded
+    assert nbytes(flash, by_token, query, key, key, by_token) == inside + expanded
     embedding = "embedding_dense_backward"
     assert nbytes(embedding, tensor(3072, 64), tensor(3072, dtype=torch.int64)) == 0
     found = nbytes(embedding, tensor(3073, 64), tensor(3073, dtype=torch.int64))
@@ -260,9 +265,9 @@ def test_workspace_rules_count_what_the_sources_allocate() -> None:
     wide = query.float()
     tiles = 2 * 2 * (64 * 64 * 4 + 16)
     assert nbytes(efficient, wide, wide, wide, wide) == 2 * 8 * (100 * 4 + tiles)
-    assert nbytes(flash, *[tensor(1, 1, 128, 160)] * 3) == 128 * 4 * (1 + 192)
+    assert nbytes(flash, *[tensor(1, 1, 128, 160)] * 5) == 128 * 4 * (1 + 192)
     norm = RULES["aten._foreach_norm.Scalar"]
-    assert norm.nbytes([[tensor(65537), tensor(5)]], None) == (2 * 2 + 320) * 4
+    assert norm.nbytes([[tensor(65537), tensor(5)]], None) == 2 * 2 * 4
     layer_norm, weight = "native_layer_norm_backward", tensor(768)
 
     def of_rows(rows: int, wanted: tuple[bool, ...], columns: int = 768) -> int:
@@ -279,8 +284,8 @@ def test_a_sum_over_all_rows_takes_partial_results_and_no_other_sum_does() -> No
     grid = Grid(multiprocessors=108, threads=2048)
     rule = RULES["aten.sum.dim_IntList"]
     x = torch.empty(4, 512, 1024, device="meta")
-    assert rule.nbytes([x, [0, 1], True], grid) == 16 * MIB  # 2048 rows, as on a real A100
-    assert rule.nbytes([x, [-3, -2], True], grid) == 16 * MIB
+    assert rule.nbytes([x, [0, 1], True], grid) == 16 * MIB + 512  # 2048 rows, as on a real A100
+    assert rule.nbytes([x, [-3, -2], True], grid) == 16 * MIB + 512
     assert rule.nbytes([x, [0, 1], True], None) == 0
     assert rule.nbytes([x, [2], True], grid) == 0
     assert rule.nbytes([x, [0], True], grid) == 0

@@ -36,7 +36,7 @@ KERNEL = {
 }  # fmt: skip
 OTHERS = (
     {**HEAD, "slice": "allocator", "name": "small", "divergence": None, "entries": 9},
-    {**HEAD, "slice": "kernels", "name": "context", "outside": {"cuBLAS": GIB // 2}},
+    {**HEAD, "slice": "kernels", "name": "context", "outside": {"cuBLAS": 3 * GIB // 4}},
     {
         **HEAD, "slice": "speed", "name": "1B", "flops": 1e15,
         "predicted": {

@@ -18,6 +18,8 @@ import liger_kernels  # noqa: E402
 ROWS = json.loads(liger_kernels.ROWS.read_text(encoding="utf-8"))["rows"]
 EXACT = ("rms_norm", "rope", "swiglu")
 
+SEMAPHORES = 512  # bytes of the blocks' semaphores, as the allocator rounds them
+
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r['kernel']}-{r['provider']}-{r['value']}")
 def test_each_row_of_the_benchmark_is_reproduced(row):
@@ -38,7 +40,7 @@ def test_the_committed_table_is_what_would_be_written():
 )
 def test_partial_results_of_a_sum_over_2048_rows_on_an_a100(columns, mib):
     """Worked out by hand from setReduceConfig, and seen in the benchmark's peaks."""
-    assert row_sum(columns, 2048, liger_kernels.A100) == mib * MIB
+    assert row_sum(columns, 2048, liger_kernels.A100) == mib * MIB + SEMAPHORES
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_more_multiprocessors_share_a_column_among_more_blocks():
 
 
 def test_columns_that_four_do_not_divide_are_read_one_by_one():
-    assert row_sum(1025, 65536, liger_kernels.A100) % 1025 == 0
+    assert (row_sum(1025, 65536, liger_kernels.A100) - SEMAPHORES) % 1025 == 0
 
 
 def test_a_chunk_of_the_fused_loss_is_about_as_large_as_the_hidden_states():

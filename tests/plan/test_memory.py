@@ -709,9 +709,13 @@ def test_plan_and_certificate_read_one_table_of_kernel_workspaces(rows, heads, d
     grid = workspace.find_grid(H100)
     rules = {name: lambda args, of=rule.nbytes: of(args, grid) for name, rule in RULES.items()}
     attention = "aten._scaled_dot_product_{}_attention_backward.default"
-    assert rules[attention.format("flash")]([query, query, key]) == workspace.flash_backward(
-        query.shape, key.shape, width
+    flash = rules[attention.format("flash")]([query, query, key, key, query.transpose(1, 2)])
+    lying = (query, query.transpose(1, 2))
+    assert flash == workspace.flash_backward(query.shape, key.shape, width) + sum(
+        workspace.copied_by_token(tuple(x.shape), x.stride(), width) for x in lying
     )
+    fused = rules["aten._scaled_dot_product_efficient_attention.default"]([query, key, value])
+    assert fused == workspace.efficient_forward(query.shape, 144, width)
     efficient = rules[attention.format("efficient")]([grad, query, key, value])
     assert efficient == workspace.efficient_backward(query.shape, 144, query.numel(), width)
     assert rules["aten.embedding_dense_backward.default"]([grad, indices]) == (
@@ -732,6 +736,7 @@ def test_plan_and_certificate_read_one_table_of_kernel_workspaces(rows, heads, d
     assert set(rules) == {
         "torch_attn._varlen_attn_backward.default",
         attention.format("flash"), attention.format("efficient"), attention.format("cudnn"),
+        "aten._scaled_dot_product_efficient_attention.default",
         "aten.embedding_dense_backward.default", "aten._foreach_norm.Scalar",
         "aten.native_layer_norm_backward.default", "aten.sum.dim_IntList",
         # held to the trace, byte by byte, in test_quantised_memory.py

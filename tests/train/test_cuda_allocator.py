@@ -63,11 +63,17 @@ def test_what_this_torch_does_not_know_is_one_clear_error(
         set_allocator("large_segment_size_mb:64")
 
 
-def test_nothing_is_set_once_cuda_has_started(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_set_once_memory_is_held(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {0: 0, 1: 2 * MIB}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", held.__getitem__)
     set_allocator("")
     with pytest.raises(InvalidRequest, match="one process runs one setting"):
         set_allocator("expandable_segments:True")
+    held[1] = 0  # CUDA has started, as by an import of torchao on a machine with a GPU
+    set_allocator("expandable_segments:True")
+    assert running() == "expandable_segments:True"
 
 
 @pytest.mark.parametrize(("recipe", "code"), [("", 2), ("expandable_segments:True", 0)])

@@ -89,7 +89,8 @@ def count_axes(parallel: Parallel) -> int:
 def _find_row(table: str, device: Device) -> Overhead | None:
     path = Path(__file__).with_name("overheads.toml")
     rows: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))[table]
-    for key in (device.id, device.vendor):  # a device's own row goes before its vendor's
+    # a device's own row goes before its architecture's, and that before its vendor's
+    for key in (device.id, device.architecture, device.vendor):
         for row in rows:
             if row["match"] == key:
                 sizes = {k: units.parse_bytes(row[k]) for k in ("low", "typical", "high")}

@@ -351,7 +351,7 @@ def _layer_norm_workspace(node: Node, x: Tensor, weight: Tensor | None) -> Tenso
     columns = x.shape[-1]
     width = DTYPE_BYTES[x.dtype if weight is None else weight.dtype]
     wanted = node.needs(1) + node.needs(2)
-    nbytes = layer_norm_backward(x.numel // columns, columns, width, wanted)
+    nbytes = layer_norm_backward(x.numel // columns, columns, width, wanted, x.meter.grid)
     return workspace(x.meter, nbytes)
 
 

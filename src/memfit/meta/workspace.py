@@ -1,7 +1,7 @@
 """What CUDA kernels allocate inside themselves, in numbers: one table for plan and certificate.
 
-Read from torch's sources; only sums over rows have been held against a GPU. Where versions differ,
-or the kernel that is chosen depends on more than the shapes, the larger number stands.
+Read from torch's sources, and held against an H100 by `make gpu` (docs/gpu.md). Where versions
+differ, or the kernel that is chosen depends on more than the shapes, the larger number stands.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from memfit.records.hardware import Device
 FP32, INT64 = 4, 8
 EMBEDDING_SORTED_ABOVE = 3072  # indices; up to here one kernel adds rows directly
 NORM_CHUNK = 65536  # elements that one block of a multi-tensor kernel reads
-NORM_TOTAL = 320  # fp32 partial results of the norm of all tensors
 TILE_LOCK = 16  # bytes of lock and counter before each tile of the efficient kernel's accumulator
 LAYER_NORM_ROWS = 64 * 1024  # from more rows on, blocks share the columns of a gradient
 LAYER_NORM_GRID = 32 * 1024  # of those blocks there are at most this many
@@ -22,6 +21,7 @@ Shape = tuple[int, ...]
 REDUCE_THREADS = 512  # of a block of a reduction
 REDUCE_VECTOR = 4  # neighbouring columns that one of its threads adds up
 REDUCE_WARP = 32
+SMALLEST = 512  # bytes of which the caching allocator gives multiples
 REDUCE_LEAST, REDUCE_MOST = 16, 256  # values that one of its threads adds up
 
 
@@ -73,6 +73,19 @@ def flash_backward(query: Shape, key: Shape, width: int) -> int:
     return rows + accumulator + expanded
 
 
+def copied_by_token(shape: Shape, strides: Shape, width: int) -> int:
+    """Bytes of the copy that flash's backward makes of a tensor which does not lie token by token.
+
+    shape, strides: of (batch, heads, tokens, head_dim); width: bytes of an element. The gradient
+    and the result lie as the query does: after a concatenation within heads, head by head.
+    Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu, _flash_attention_backward.
+    """
+    batch, heads, tokens, head = shape
+    dense = (tokens * heads * head, head, heads * head, 1)
+    lies = all(n == 1 or s == d for n, s, d in zip(shape, strides, dense, strict=True))
+    return 0 if lies else batch * heads * tokens * head * width
+
+
 def varlen_backward(query: Shape, key: Shape, documents: int, width: int) -> int:
     """As flash's, over documents end to end, each of which takes 128 rows more.
 
@@ -117,6 +130,16 @@ def efficient_backward(query: Shape, value: int, gradient_numel: int, width: int
     return inside if width == 2 else max(inside, rows * 2 + gradient_numel * FP32)
 
 
+def efficient_forward(query: Shape, value: int, width: int) -> int:
+    """The fp32 accumulator of the result, which 16-bit heads above 128 elements need.
+
+    value: elements of a value's head; width: bytes of an element.
+    Source: mem_eff_attention/kernel_forward.h, kNeedsOutputAccumulatorBuffer.
+    """
+    batch, heads, tokens, _ = query
+    return batch * heads * tokens * value * FP32 if width == 2 and value > 128 else 0
+
+
 def embedding_backward(indices: int, hidden: int) -> int:
     """One fp32 row an index and six index arrays, above 3072 indices.
 
@@ -128,30 +151,37 @@ def embedding_backward(indices: int, hidden: int) -> int:
     return indices * hidden * FP32 + 6 * indices * INT64
 
 
-def layer_norm_backward(rows: int, columns: int, width: int, gradients: int) -> int:
-    """Partial gradients of weight and bias, where many rows meet few columns.
+def layer_norm_backward(
+    rows: int, columns: int, width: int, gradients: int, grid: Grid | None
+) -> int:
+    """Partial gradients of weight and bias, where many rows meet few columns, and their sum's own.
 
-    width: bytes of an element of the weight; gradients: how many of weight and bias have one.
+    width: bytes of an element of the weight; gradients: how many of weight and bias have one; grid:
+    of the device, where the rule of its sums is known.
     Whether columns are few depends on the device's multiprocessors; the largest ones count here.
     Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel.
     """
     across = _blocks(columns, 32)
     if rows <= LAYER_NORM_ROWS or columns // 32 >= LARGEST_HALF:
         return 0
-    return gradients * min(LAYER_NORM_GRID // across, _blocks(rows, 32)) * columns * width
+    parts = min(LAYER_NORM_GRID // across, _blocks(rows, 32))
+    added = row_sum(columns, parts, grid) if grid is not None and gradients else 0
+    return gradients * parts * columns * width + added
 
 
 def foreach_norm(numels: list[int]) -> int:
-    """fp32 partial results: one a chunk of the largest tensor for every tensor, and 320 of all.
+    """fp32 partial results: one a chunk of the largest tensor for every tensor.
 
     Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu, _foreach_tensor_norm_cuda_impl.
     """
     chunks = max((_blocks(n, NORM_CHUNK) for n in numels), default=0)
-    return (len(numels) * chunks + NORM_TOTAL) * FP32
+    return len(numels) * chunks * FP32
 
 
 def row_sum(columns: int, rows: int, grid: Grid) -> int:
     """Partial results of a sum over the rows of a row-major (rows, columns): fp32, or none.
+
+    With them come the semaphores of its blocks, an allocation of their own.
 
     Where one block would add up too many values for each thread and blocks are fewer than the
     device runs at once, several blocks share a column.
@@ -176,7 +206,8 @@ def row_sum(columns: int, rows: int, grid: Grid) -> int:
     shared = max(
         min(_blocks(wanted, blocks), _blocks(values, REDUCE_LEAST)), _blocks(values, REDUCE_MOST)
     )
-    return FP32 * columns * shared * width * vector if shared > 1 else 0
+    semaphores = _round_up(FP32 * blocks, SMALLEST)
+    return FP32 * columns * shared * width * vector + semaphores if shared > 1 else 0
 
 
 def _power(n: int, most: int) -> int:
@@ -187,10 +218,21 @@ def _power(n: int, most: int) -> int:
     return found
 
 
+def bias_workspace(device: Device, torch_version: str) -> int:
+    """Return what cuBLASLt holds for itself from the first product with a bias on: torch 2.11.
+
+    Measured on an H100 (docs/gpu.md). A plan, which needs no torch, leaves this MiB out.
+    Source: pytorch/pytorch pull requests 168175 and 173002, which share the workspace.
+    """
+    older = tuple(map(int, torch_version.split(".")[:2])) < (2, 12)
+    return MIB if device.platform == "cuda" and older else 0
+
+
 def product_workspace(device: Device) -> int:
     """Return the bytes of one cuBLAS (hipBLAS) workspace, held from a thread's first product on.
 
-    One for each thread and stream: the forward's and autograd's. cuBLASLt shares it.
+    One for each thread and stream: the forward's and autograd's. cuBLASLt shares it from torch 2.12
+    on (`bias_workspace`).
     Source: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
     if device.platform == "rocm":

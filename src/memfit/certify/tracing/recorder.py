@@ -14,7 +14,7 @@ from torch import nn
 from memfit.allocator.tape import CAUGHT_UP, USED, Event
 from memfit.certify.tracing.fake_device import device_type
 from memfit.certify.tracing.workspace import PRODUCTS, RULES
-from memfit.meta.workspace import find_grid, product_workspace
+from memfit.meta.workspace import bias_workspace, find_grid, product_workspace
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.results import Tensor, group_tensors
@@ -53,6 +53,7 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
     def __init__(self, device_type: str, cuda: Device | None) -> None:
         super().__init__(device_type, workspace=None if cuda is None else self._inside)
         self._cublas = 0 if cuda is None else product_workspace(cuda)
+        self._of_lt = 0 if cuda is None else bias_workspace(cuda, torch.__version__)
         self._grid = None if cuda is None else find_grid(cuda)
         self._threads: set[bool] = set()  # False: the forward's, True: autograd's
         self._starts: list[tuple[Phase, int]] = [(Phase.LOAD, 0)]
@@ -146,6 +147,8 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         name = full_name(func)
         if name in PRODUCTS:
             self._keep_cublas_workspace()
+            if name == "aten.addmm.default" and args[0].dim() == 1:
+                self._keep_own_workspace()
             return 0
         rule = RULES.get(name)
         if rule is None or _is_on_host(args[0]):
@@ -157,6 +160,12 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         if in_backward not in self._threads:
             self._threads.add(in_backward)
             self._allocate(self._cublas, "cublasSetWorkspace", Kind.WORKSPACE, False)
+
+    def _keep_own_workspace(self) -> None:
+        """A product with a bias runs on cuBLASLt, which shared no workspace before torch 2.12."""
+        if self._of_lt:
+            self._allocate(self._of_lt, "cublasSetWorkspace", Kind.WORKSPACE, False)
+            self._of_lt = 0
 
 
 def make_recorder(made: type[Recorder], device: Device, *, workspaces: bool = True) -> Recorder:

@@ -37,9 +37,10 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _flash_backward(args: Sequence[Any], _: Grid | None) -> int:
-    """grad_out, query, key, …: (batch, heads, tokens, head_dim)."""
-    query, key = args[1], args[2]
-    return table.flash_backward(_shape(query), _shape(key), query.element_size())
+    """grad_out, query, key, value, out, …: (batch, heads, tokens, head_dim)."""
+    query, key, width = args[1], args[2], args[1].element_size()
+    copies = sum(table.copied_by_token(_shape(x), x.stride(), width) for x in (args[0], args[4]))
+    return copies + table.flash_backward(_shape(query), _shape(key), width)
 
 
 def _varlen_backward(args: Sequence[Any], _: Grid | None) -> int:
@@ -51,6 +52,12 @@ def _varlen_backward(args: Sequence[Any], _: Grid | None) -> int:
 def _cudnn_backward(args: Sequence[Any], _: Grid | None) -> int:
     """grad_out, query, …"""
     return table.cudnn_backward(_shape(args[1]))
+
+
+def _efficient_forward(args: Sequence[Any], _: Grid | None) -> int:
+    """query, key, value, …"""
+    query, value = args[0], args[2]
+    return table.efficient_forward(_shape(query), _shape(value)[-1], query.element_size())
 
 
 def _efficient_backward(args: Sequence[Any], _: Grid | None) -> int:
@@ -65,11 +72,12 @@ def _embedding_backward(args: Sequence[Any], _: Grid | None) -> int:
     return table.embedding_backward(prod(_shape(args[1])), _shape(args[0])[-1])
 
 
-def _layer_norm_backward(args: Sequence[Any], _: Grid | None) -> int:
+def _layer_norm_backward(args: Sequence[Any], grid: Grid | None) -> int:
     """grad, input, normalized_shape, mean, rstd, weight, bias, which gradients are wanted."""
     numel, columns, weight, wanted = prod(_shape(args[1])), prod(args[2]), args[5], args[7]
     width = 4 if weight is None else weight.element_size()
-    return table.layer_norm_backward(numel // columns, columns, width, sum(wanted[1:]))
+    gradients = sum(wanted[1:])
+    return table.layer_norm_backward(numel // columns, columns, width, gradients, grid)
 
 
 def _foreach_norm(args: Sequence[Any], _: Grid | None) -> int:
@@ -111,14 +119,18 @@ def _multiply_eight(args: Sequence[Any], _: Grid | None) -> int:
     return quantised.product_bytes(tokens, rows, columns, 0, 0)
 
 
+MEASURED = "an H100, torch 2.11 (bench/results/gpu/rows.jsonl)"
 RULES = {
     rule.operator: rule
     for rule in (
         Rule(
             "aten._scaled_dot_product_flash_attention_backward.default",
             _flash_backward,
-            "softmax_d, the fp32 dq accumulator and, with grouped heads, dk and dv of all heads",
-            "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: mha_bwd",
+            "softmax_d, the fp32 dq accumulator and, with grouped heads, dk and dv of all heads;"
+            " copies of the gradient and the result where the query lies head by head",
+            "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: mha_bwd;"
+            " cuda/attention_backward.cu: _flash_attention_backward",
+            MEASURED,
         ),
         Rule(
             "torch_attn._varlen_attn_backward.default",
@@ -131,6 +143,15 @@ RULES = {
             _cudnn_backward,
             "cuDNN's workspace, which it alone decides: taken to be flash's",
             "aten/src/ATen/native/cudnn/MHA.cpp: run_cudnn_SDP_bprop",
+            f"{MEASURED}, within 512 bytes",
+        ),
+        Rule(
+            "aten._scaled_dot_product_efficient_attention.default",
+            _efficient_forward,
+            "the fp32 accumulator of the result, of 16-bit heads above 128 elements",
+            "aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h:"
+            " kNeedsOutputAccumulatorBuffer",
+            MEASURED,
         ),
         Rule(
             "aten._scaled_dot_product_efficient_attention_backward.default",
@@ -149,15 +170,17 @@ RULES = {
         Rule(
             "aten.native_layer_norm_backward.default",
             _layer_norm_backward,
-            "partial gradients of weight and bias, from more than 65536 rows on",
+            "partial gradients of weight and bias, from more than 65536 rows on, and of their sum",
             "aten/src/ATen/native/cuda/layer_norm_kernel.cu: LaunchGammaBetaBackwardCUDAKernel",
+            f"{MEASURED}, within 512 bytes",
         ),
         Rule(
             "aten.sum.dim_IntList",
             _sum,
             "sums over rows: partial results where several blocks share a column",
             "aten/src/ATen/native/cuda/Reduce.cuh: setReduceConfig, gpu_reduce_kernel",
-            "six peaks of Liger-Kernel's benchmark on an A100 (tests/meta/test_liger.py)",
+            f"{MEASURED}; six peaks of Liger-Kernel's benchmark on an A100"
+            " (tests/meta/test_liger.py)",
         ),
         Rule(
             "bitsandbytes.gemm_4bit.default",
@@ -189,6 +212,7 @@ RULES = {
             _foreach_norm,
             "partial norms of the multi-tensor kernel",
             "aten/src/ATen/native/cuda/ForeachReduceOp.cu: _foreach_tensor_norm_cuda_impl",
+            MEASURED,
         ),
     )
 }

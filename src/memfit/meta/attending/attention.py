@@ -32,7 +32,13 @@ from memfit.meta.views import (
     transpose,
     view,
 )
-from memfit.meta.workspace import cudnn_backward, efficient_backward, flash_backward
+from memfit.meta.workspace import (
+    copied_by_token,
+    cudnn_backward,
+    efficient_backward,
+    efficient_forward,
+    flash_backward,
+)
 from memfit.records.model import DTYPE_BYTES
 
 ROW = 16  # elements; see train/model/attention.py
@@ -207,7 +213,9 @@ def _flash_backward(node: Node, grads: Incoming) -> Gradients:
     inside = None
     if grad.meter.cuda:
         width = DTYPE_BYTES[query.dtype]
-        inside = workspace(query.meter, flash_backward(query.shape, key.shape, width))
+        copies = sum(copied_by_token(x.shape, x.strides, width) for x in (grad, unpacked[-1]))
+        taken = copies + flash_backward(query.shape, key.shape, width)
+        inside = workspace(query.meter, taken)
         made = [like(x) for x in (query, key, value)]
     else:
         made = [by_token(x) for x in (query, key, value)]
@@ -225,6 +233,9 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -
     def run() -> tuple[Tensor, ...]:
         _count(query, key, value, 1, 1)
         made = (by_token(query, value.shape[-1]), empty(meter, (batch, heads, padded), "float32"))
+        width = DTYPE_BYTES[query.dtype]
+        inside = workspace(meter, efficient_forward(query.shape, value.shape[-1], width))
+        del inside
         return (*made, empty(meter, (), "int64"), empty(meter, (), "int64"))
 
     return _save_results(node, meter, run)

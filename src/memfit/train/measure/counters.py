@@ -207,6 +207,7 @@ class Meter:
         gc.collect()  # an optimizer and its hooks are a cycle, which would keep its states
         if self._cuda:
             self._enter(self._phase)
+            torch._C._cuda_clearCublasWorkspaces()  # what follows takes its own, as at first
             torch.cuda.empty_cache()
         return model
 

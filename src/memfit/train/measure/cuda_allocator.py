@@ -24,17 +24,17 @@ def running_settings() -> str:
 
 
 def set_allocator(text: str) -> None:
-    """Make torch's CUDA allocator follow a recipe's `allocator`; call it before CUDA starts.
+    """Make torch's CUDA allocator follow a recipe's `allocator`; call it before memory is taken.
 
-    Raises InvalidRequest when this torch does not know a setting, and when the process already
-    follows others: torch keeps some from one call to the next, and memory that is held was taken
-    under the old ones.
+    That CUDA has started is not enough to refuse: importing torchao starts it. Raises
+    InvalidRequest when this torch does not know a setting, and when the process already follows
+    others: torch keeps some from one call to the next, and memory that is held was taken under the
+    old ones.
     """
     running = running_settings()
     if _same(running, text):
         return
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if started or not _same(running, ""):
+    if _holds_memory() or not _same(running, ""):
         raise InvalidRequest(
             f"this process's CUDA allocator is set to `{running}`, and the recipe's `allocator` is"
             f" `{text}`",
@@ -50,6 +50,12 @@ def set_allocator(text: str) -> None:
             hint="an older torch has fewer settings; leave it out and plan again",
         ) from None
     _set.append(text)
+
+
+def _holds_memory() -> bool:
+    """Whether the allocator of this process has taken anything of a device."""
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started and any(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
 
 
 def _same(running: str, wanted: str) -> bool:
