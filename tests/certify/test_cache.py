@@ -3,9 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from made_by_hand import certificate, plan
 from memfit import certify as certification
@@ -212,3 +216,19 @@ def test_the_hubs_cache_is_where_its_library_says():
     )
     for change in ({}, {"HF_HOME": "/x"}, {"XDG_CACHE_HOME": "/y"}, {"HF_HUB_CACHE": "$HOME/z"}):
         subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **change})
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 4), max_size=6), st.integers(0, 12))
+def test_a_full_cache_loses_its_oldest_and_no_more_than_it_has_to(sizes, largest):
+    """Beside the longest run of the newest entries that fits."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "LARGEST", largest)
+        for age, size in enumerate(sizes):  # the newest last
+            file = Path(folder) / f"{age}"
+            file.write_bytes(b"x" * size)
+            os.utime(file, (age, age))
+        cache._remove_oldest(Path(folder))
+        left = sorted(int(file.name) for file in Path(folder).iterdir())
+    first = next(at for at in range(len(sizes) + 1) if sum(sizes[at:]) <= largest)
+    assert left == list(range(first, len(sizes)))

@@ -697,6 +697,14 @@ def test_a_first_backward_brings_its_threads_workspace_to_the_products_of_pairs(
     assert have[Kind.LOGITS] == want[Kind.LOGITS]
 
 
+@pytest.mark.parametrize(("more", "each"), [((), 0), ((0.0,), 0), ((6.0,), 3), ((0.5,), 3)])
+def test_outliers_are_looked_for_where_a_threshold_is_above_zero(more, each):
+    """Of each number its fp16 magnitude, and a byte that says whether it is one."""
+    rule = RULES["bitsandbytes.int8_vectorwise_quant.default"]
+    x = torch.empty(7, 96, dtype=torch.float16, device="meta")
+    assert rule.nbytes([x, *more], None) == each * x.numel()
+
+
 @pytest.mark.parametrize("rows", [3, 49, 128])
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
