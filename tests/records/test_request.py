@@ -56,6 +56,16 @@ def test_yaml_scalars_are_what_they_look_like(tmp_path):
             "hint: write a memory size with its unit, for example `72 GiB`",
         ),
         (
+            "model: a\nlimits: {time: 2}",
+            "`limits.time: 2` in /request.yaml: a number without its unit\n"
+            "hint: a time with its unit, for example `2 h`",
+        ),
+        (
+            "model: a\nlimits: {cost: 50000}",
+            "`limits.cost: 50000` in /request.yaml: a number without its unit\n"
+            "hint: an amount with its unit, for example `500 USD`",
+        ),
+        (
             "- a",
             "`/request.yaml` holds a list, not keys with values\n"
             "hint: start with `model: llama-3.1-8b`; `memfit init` writes a commented file",

@@ -20,6 +20,8 @@ from memfit.core.errors import InvalidRequest, did_you_mean
 from memfit.core.system.reading import check_data, read_bytes, shorten
 
 N = TypeVar("N", bound="Record")
+WITH_UNIT = "with its unit"  # of the descriptions of quantities, which are texts
+LIKELY = 1000  # a larger number is rarely of the example's unit
 MOST_RECORD = 2**30  # bytes of a record: a run.json has two numbers a step
 
 
@@ -145,10 +147,15 @@ def _explain(
         return InvalidRequest(f"unknown key `{full}` in {source}", hint=hint)
     problem, _, path = text.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
-    value = shorten(_value_at(data, path))
+    found = _value_at(data, path)
+    value = shorten(found)
     shown = f"`{path}: {value}`" if path else f"`{value}`"
-    problem = problem[:1].lower() + problem[1:]
-    return InvalidRequest(f"{shown} in {source}: {problem}", hint=_hint(kind, path, value))
+    problem, hint = problem[:1].lower() + problem[1:], _hint(kind, path, value)
+    if isinstance(found, int | float) and not isinstance(found, bool) and WITH_UNIT in hint:
+        problem = "a number without its unit"
+        if 0 < found < LIKELY:  # the user's own number in the example
+            hint = re.sub(r"`\d+ ", f"`{value} ", hint)
+    return InvalidRequest(f"{shown} in {source}: {problem}", hint=hint)
 
 
 def _steps(path: str) -> list[str]:
