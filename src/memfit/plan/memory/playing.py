@@ -66,6 +66,8 @@ class Playing:
     def play(self, start: int, stop: int) -> list[int]:
         """The codes of those events, as `allocator.quick` reads them."""
         first, events = self.first, self.reel.meter.events[start:stop]
+        if self._spans and self._spans[-1][1] == start:  # cut elsewhere, it is the same run
+            start = self._spans.pop()[0]
         self._spans.append((start, stop))
         if self.reel.each == 1:
             return [event + first if event >= 0 else event - first for event in events]

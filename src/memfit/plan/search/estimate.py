@@ -43,6 +43,16 @@ class Cycle(NamedTuple):
     segments: tuple[tuple[int | None, Line], ...]  # each with the simulated block that it is of
 
 
+class Bodies:
+    """Forward, loss and backward of a first micro-batch, then of a later one; of each its cycles.
+
+    One object stands for what was drawn, so that it compares at once.
+    """
+
+    def __init__(self, lists: Sequence[list[Cycle]]) -> None:
+        self.lists = lists
+
+
 class Alike(NamedTuple):
     """A step whose blocks are treated alike, in bytes; of blocks that keep everything within one
     `saved` of what `Estimate.peak` says.
@@ -97,22 +107,22 @@ class Lines:
 
     def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
         self.model, self.recipe, self.device = model, recipe, device
-        self._loss: dict[int, tuple[list[Cycle], ...]] = {}
-        self._alike: dict[str, tuple[list[Cycle], ...]] = {}
+        self._loss: dict[int, Bodies] = {}
+        self._alike: dict[str, Bodies] = {}
         self.always: dict[Optimizer, int] = {}  # weights and state, bytes
 
     @cached_property
-    def bodies(self) -> tuple[list[Cycle], ...]:
+    def bodies(self) -> Bodies:
         """Forward, loss and backward of the first micro-batch, then of a later one."""
         return self._draw(self.model, 1, TREATED, loss="plain", loss_chunk=0)
 
-    def alike(self, way: str) -> tuple[list[Cycle], ...]:
+    def alike(self, way: str) -> Bodies:
         """The same of blocks that are treated one way alone, which takes a third of the time."""
         if way not in self._alike:
             self._alike[way] = self._draw(self.model, 1, (way,), loss="plain", loss_chunk=0)
         return self._alike[way]
 
-    def loss(self, chunk: int) -> tuple[list[Cycle], ...]:
+    def loss(self, chunk: int) -> Bodies:
         """The same of a model with one block: only its loss and its head's backward are used.
 
         The line begins where there are two chunks: a single one needs no sum over chunks.
@@ -125,9 +135,7 @@ class Lines:
             self._loss[chunk] = self._draw(model, low, TREATED, loss="chunked", loss_chunk=chunk)
         return self._loss[chunk]
 
-    def _draw(
-        self, model: Model, low: int, ways: Sequence[str], **knobs: object
-    ) -> tuple[list[Cycle], ...]:
+    def _draw(self, model: Model, low: int, ways: Sequence[str], **knobs: object) -> Bodies:
         """Lines through `low` rows and one more; ways: of treating blocks of the whole model."""
         recipe = replace(self.recipe, accumulation=2, **RecomputedBlocks(0, 0).knobs, **knobs)
         setting = describe(model, recipe, self.device)[0]
@@ -229,7 +237,7 @@ class Estimate:
         times = [min(1, count[kind]) for kind in self._kinds]
         times += [max(0, count[kind] - 1) for kind in self._kinds]
         saved: dict[int, float] = {}
-        for cycle in lines[0]:
+        for cycle in lines.lists[0]:
             for block, (net, row, _, _) in cycle.segments:
                 if block is not None:
                     saved[block] = saved.get(block, 0) + net + row * micro
@@ -239,31 +247,14 @@ class Estimate:
     def _layers(self) -> range:
         return range(self.model.architecture.layers)
 
-    def _climb(
-        self, bodies: tuple[list[Cycle], ...], times: list[int], micro: int, chunk: int
-    ) -> int:
+    def _climb(self, bodies: Bodies, times: list[int], micro: int, chunk: int) -> int:
         """The highest instant of these blocks, each as often as it stands in the model."""
-        level = self._always + 3.0 * 8 * micro * self.recipe.sequence_length
-        highest = level
-        several = micro * self.recipe.sequence_length > chunk
-        losses = _in_threes(self._lines.loss(chunk) if chunk and several else bodies)
-        passes = [
-            [forward, loss, _spliced(backward, head)]
-            for (forward, _, backward), (_, loss, head) in zip(
-                _in_threes(bodies), losses, strict=True
-            )
-        ]
-        if micro * self.recipe.parallel.dp >= self.recipe.global_batch:
-            passes = passes[::2]  # no later micro-batch follows the first, of a value's neither
-        for one in passes:
-            for cycles in one:
-                for cycle in cycles:
-                    counted = [
-                        (1 if block is None else times[block], net + row * micro, rise + up * micro)
-                        for block, (net, row, rise, up) in cycle.segments
-                    ]
-                    level, top = _repeat(counted, level)
-                    highest = max(highest, top)
+        r = self.recipe
+        several = micro * r.sequence_length > chunk
+        losses = self._lines.loss(chunk) if chunk and several else bodies
+        level = self._always + 3.0 * 8 * micro * r.sequence_length
+        later = micro * r.parallel.dp < r.global_batch
+        highest, level = _climb(bodies, losses, tuple(times), micro, level, later)
         return round(max(highest, level + self._step_temporaries))
 
     def _times(self, recompute: RecomputedBlocks) -> list[int]:
@@ -277,6 +268,33 @@ class Estimate:
             found += [max(0, kinds[kind] - 1) for kind in self._kinds]
             first += count
         return found
+
+
+@lru_cache(maxsize=1024)  # levers are planned roughly first, then exactly
+def _climb(
+    bodies: Bodies, losses: Bodies, times: tuple[int, ...], micro: int, level: float, later: bool
+) -> tuple[float, float]:
+    """The highest level of a step's micro-batches, and the last; losses: whose losses they have.
+
+    later: whether a later micro-batch follows the first, of a value's too.
+    """
+    highest = level
+    passes = [
+        [forward, loss, _spliced(backward, head)]
+        for (forward, _, backward), (_, loss, head) in zip(
+            _in_threes(bodies.lists), _in_threes(losses.lists), strict=True
+        )
+    ]
+    for one in passes if later else passes[::2]:
+        for cycles in one:
+            for cycle in cycles:
+                counted = [
+                    (1 if block is None else times[block], net + row * micro, rise + up * micro)
+                    for block, (net, row, rise, up) in cycle.segments
+                ]
+                level, top = _repeat(counted, level)
+                highest = max(highest, top)
+    return highest, level
 
 
 def _in_threes(lists: Sequence[list[Cycle]]) -> list[Sequence[list[Cycle]]]:
@@ -313,7 +331,7 @@ def _block_of(name: str) -> int | None:
 
 
 @lru_cache(maxsize=64)
-def _draw(setting: Setting, recipe: Recipe, low: int, kinds: int) -> tuple[list[Cycle], ...]:
+def _draw(setting: Setting, recipe: Recipe, low: int, kinds: int) -> Bodies:
     """Lines through `low` rows and one more, of a first and of a later micro-batch.
 
     recipe: gives the rows' length and their documents. A second length is simulated over unknown
@@ -328,11 +346,11 @@ def _draw(setting: Setting, recipe: Recipe, low: int, kinds: int) -> tuple[list[
         answers.passes(batch(rows, recipe.sequence_length), batch, plain=2)
         for rows in (low, low + 1)
     )
-    return tuple(
+    return Bodies([
         _join([(a.name, _line(a, b, low)) for a, b in zip(at_one, at_two, strict=True)], kinds)
         for passes in zip(one, two, strict=True)
         for at_one, at_two in zip(*map(_lists, passes), strict=True)
-    )
+    ])  # fmt: skip
 
 
 def _join(segments: list[tuple[str, Line]], kinds: int) -> list[Cycle]:

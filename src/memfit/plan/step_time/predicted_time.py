@@ -13,6 +13,7 @@ of them ran memfit's own step, and `because` says so.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 from msgspec.structs import replace
@@ -95,6 +96,10 @@ class Totals(Record, frozen=True, kw_only=True):
     measured: tuple[int, ...]  # elements of each block's weights whose rows' lengths are trained
     updated: Updated = ()  # what the optimizer updates
     matrices: tuple[Matrix, ...] = ()  # of the base's blocks
+
+    def __hash__(self) -> int:
+        """Of what tells models apart quickly: a search asks for one model's seconds very often."""
+        return hash((len(self.dense), self.head, self.weight_bytes, self.trainable))
 
 
 def sum_up(model: Model) -> Totals:
@@ -267,7 +272,9 @@ def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
     """
     if not device.is_cpu:
         try:
-            return _seconds(find_setting(totals, recipe, device), totals, recipe, device)
+            basis = read_basis(recipe)
+            machine = read_machine(device, recipe, basis, USUAL)
+            return _known_seconds(totals, recipe, device, basis, machine)
         except TimeUnknown:
             pass
     basis = read_basis(recipe)
@@ -276,6 +283,14 @@ def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
         products=speed, wide_products=speed, wide_peak=speed, memory=RANKING_BANDWIDTH,
         host=RANKING_BANDWIDTH, links=Links(inside=RANKING_BANDWIDTH, outside=RANKING_BANDWIDTH),
     )  # fmt: skip
+    return _known_seconds(totals, recipe, device, basis, machine)
+
+
+@lru_cache(maxsize=4096)  # levers are planned roughly first, then exactly: most recipes come twice
+def _known_seconds(
+    totals: Totals, recipe: Recipe, device: Device, basis: Basis, machine: Machine
+) -> float:
+    """machine: with the user's own measurements, which may change while a process runs."""
     setting = _setting(totals, recipe, device, basis, machine)
     return _seconds(setting, totals, recipe, device)
 
