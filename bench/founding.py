@@ -25,12 +25,15 @@ from memfit.records.results import Memory, Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES, OUT = ROOT / "recipes", ROOT / "bench" / "results" / "founding.json"
-TWENTY = sorted(  # `longest` is of rows; sampled answers have two bounds
+SAMPLED = ("-grpo", "-ppo")  # in names of recipes whose rows are sampled, with two bounds
+ROLLOUTS = sorted(
+    path.stem for kind in ("*-grpo", "*_int8-ppo") for path in RECIPES.glob(f"{kind}_rtx-*.yaml")
+)
+TWENTY = sorted(  # `longest` is of their rows
     path.stem
     for path in RECIPES.glob("gpt-neox-20b_*_rtx-*.yaml")
-    if not any(name in path.stem for name in ("-grpo", "-ppo"))
+    if not any(name in path.stem for name in SAMPLED)
 )
-ROLLOUTS = sorted(path.stem for path in RECIPES.glob("*-grpo_rtx-*.yaml"))
 UNLEVERED, FULL = "llama-2-7b_full-unlevered_h100-sxm", "llama-2-7b_full_h100-sxm"
 OPEN: dict[str, Any] = {
     "micro_batch": "auto", "recompute": "auto", "loss": "auto", "lean": "auto", "offload": "none",

@@ -37,16 +37,18 @@ risk* fits beside some of the published contexts, and not beside the largest; wh
 prediction left room for reserved memory that the replay did not need. A recipe of fewer tokens than
 that is as long as `memfit generate` fits too. Bytes by component at the peak's instant:
 """
-ROLLOUTS = """The founding promise: one copy of the weights in four bits is the policy with its
-adapter and, with the adapter switched off, the reference; it samples eight answers at once, scores
-and learns from them. Bytes are certified over three iterations (a long one, a short one, a long
-one), replayed through the caching allocator with expandable segments. Seconds are predicted with
-every prompt and answer at its bound, which is the upper end: lengths are unknown before a run;
-what reward functions take is not counted. *From* and *to* are the range of such predictions
-([accuracy_time.md](accuracy_time.md) has published rates of decoding beside predicted ones). No
-card of this kind has run them here.
+ROLLOUTS = """The founding promise: one copy of the weights in four bits, or eight, is the policy
+with its adapter and, with the adapter switched off, the reference; under `ppo` it is the value with
+a second adapter, too. It samples answers, scores and learns from them. Bytes are certified over
+three iterations (a long one, a short one, a long one), replayed through the caching allocator with
+expandable segments. Seconds are predicted with every prompt and answer at its bound, which is the
+upper end: lengths are unknown before a run; what reward functions take is not counted. *From* and
+*to* are the range of such predictions ([accuracy_time.md](accuracy_time.md) has published rates of
+decoding beside predicted ones). No card of this kind has run them here.
 """
-ITERATION = ("switch", "prefill", "decode", "reward", "score", "reference", "update")
+ITERATION = (
+    "switch", "prefill", "decode", "reward", "score", "reference", "values", "update",
+)  # fmt: skip
 GENERATED = """`memfit generate`, which loads the same base after training, needs {least} to {most}
 of each card.
 """
@@ -62,7 +64,8 @@ def page() -> str:
     """The whole page."""
     found = read()
     full = found.pop("full")
-    rollouts = {name: found.pop(name) for name in sorted(found) if "-grpo_" in name}
+    sampled = [n for n in sorted(found) if any(kind in n for kind in ("-grpo", "-ppo"))]
+    rollouts = {name: found.pop(name) for name in sampled}
     return "\n".join([HEAD, *_twenty(found), *_rollouts(rollouts), *_seven(full)])
 
 

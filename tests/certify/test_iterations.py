@@ -14,6 +14,8 @@ from msgspec.structs import replace
 from tiny_steps import CONFIGS, CPU, H100, build_watched, make_recipe
 
 from memfit.adapters import find_adapter
+from memfit.allocator.caching import replay
+from memfit.allocator.settings import read_settings
 from memfit.certify.evidence.certificate import make_certificate
 from memfit.certify.iterations import First, trace_iterations
 from memfit.families import read_model
@@ -257,3 +259,23 @@ def test_a_reward_on_the_same_base_is_predicted_and_certified_to_the_byte(
     held = sum(w.nbytes for w in model.weights if ".reward." in w.name or "reward_score" in w.name)
     parameters = [made.by_kind(Phase.DECODE)[Kind.PARAMETERS] for made in (fake.ledger, bare)]
     assert parameters[0] - parameters[1] == held
+
+
+def test_updates_between_the_first_and_the_last_change_nothing_of_a_certificate():
+    """Every phase, every kind, and what the allocator reserves, with all updates and with two."""
+    rollout = replace(ROLLOUT, **SHORT, **ALONE)
+    recipe = make_recipe(
+        "llama", accumulation=2, objective="ppo", method="lora", rollout=rollout, reward=REWARD,
+        policy=replace(PPO, num_iterations=4), sequence_length=rollout.width, attention="math",
+        allocator="expandable_segments:True",
+    )  # fmt: skip
+    settings = read_settings(recipe.allocator)
+    few, every = (trace_iterations(recipe, H100, all_updates=every) for every in (False, True))
+    assert len(few.tape) < 0.8 * len(every.tape)
+    assert few.phases == every.phases
+    for phase in few.phases:
+        assert few.ledger.by_kind(phase) == every.ledger.by_kind(phase), phase
+    reserved = [max(s.reserved for s in replay(t.tape, settings, t.marks).stretches)
+                for t in (few, every)]  # fmt: skip
+    assert reserved[0] == reserved[1] > 0
+    assert any("2 of 4 updates" in bound for bound in few.bounds)

@@ -36,17 +36,25 @@ from memfit.train.rl.learn import Learning, iterate
 from memfit.train.rl.rehearsal import make_learning
 from memfit.train.rl.rewards.adapter import cut_all
 
+SHOWN_UPDATES = 2  # of those with one rollout: the first and the last
 ENDS = 4  # lengths of the short answers: an eighth, a quarter, ... of the longest
 _READ = torch.ops.aten._local_scalar_dense.default
 _MAKE = torch.ops.aten.lift_fresh.default
 
 
 def trace_iterations(
-    recipe: Recipe, device: Device, *, workspaces: bool = True, rank: int = 0
+    recipe: Recipe,
+    device: Device,
+    *,
+    workspaces: bool = True,
+    rank: int = 0,
+    all_updates: bool = False,
 ) -> Trace:
     """A run's instants in this process: load, three iterations, a checkpoint.
 
-    The first iteration makes the optimizer's state; its update is `first_step`.
+    The first iteration makes the optimizer's state; its update is `first_step`. Of several updates
+    with one rollout the first and the last are traced, unless `all_updates`: those between hold
+    what the last one holds, beside fewer results of others.
     Raises InvalidRequest and NotCertified as `trace_step` does.
     """
     kind = device_type(device)
@@ -58,7 +66,7 @@ def trace_iterations(
         for index, long in enumerate((True, False, True)):
             observer = recorder if index else First(recorder)
             learning = bound_learning(recipe, recorder, long=long, rank=rank)
-            iterate(built, learning, index, observer=observer, cut=cut_few)
+            iterate(built, learning, index, observer=observer, cut=cut_few, all_updates=all_updates)
         save(built, kind, recorder, rank)
     shapes = worst_shapes(recipe)
     bounds = step_bounds(recipe, shapes, shapes, kind, workspaces)
@@ -75,6 +83,8 @@ def describe_bounds(recipe: Recipe) -> tuple[str, ...]:
         f"prompts of at most {rollout.max_prompt_length} tokens, answers of at most"
         f" {rollout.max_completion_length}; {rows} of {answers} answers in flight{each}"
     ]
+    if (times := recipe.policy.num_iterations) > SHOWN_UPDATES:
+        bounds.append(f"{SHOWN_UPDATES} of {times} updates with a rollout traced: others are alike")
     if answers > WAVES * rows:
         bounds.append(f"{WAVES} waves of answers traced: later ones are alike")
     return tuple(bounds)

@@ -82,7 +82,7 @@ def rest_of_answers(recipe: Recipe, device: Device, scored: int) -> Parts:
 
 def rest_of_rewards(recipe: Recipe, device: Device) -> Parts:
     """The scores of a rollout's answers while an adapter makes them; on the host."""
-    return hold(BATCH, [recipe.global_batch * FP32], device) if device.is_cpu else {}
+    return hold(BATCH, [recipe.own_rows * FP32], device) if device.is_cpu else {}
 
 
 def inputs_of_rewards(recipe: Recipe, device: Device) -> Parts:

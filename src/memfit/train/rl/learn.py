@@ -102,11 +102,12 @@ class Summary(NamedTuple):
 
 def iterate(
     built: Built, learning: Learning, iteration: int,
-    *, observer: Observer = NOBODY, cut: Cut = cut_all,
+    *, observer: Observer = NOBODY, cut: Cut = cut_all, all_updates: bool = True,
 ) -> Summary:  # fmt: skip
     """Sample, judge and update; the weights afterwards are a function of those before.
 
-    observer: learns of phases and batches. cut: a trace leaves out micro-batches like others.
+    observer: learns of phases and batches. cut: a trace leaves out micro-batches like others, and,
+    unless `all_updates`, of several updates with a rollout those between the first and the last.
     """
     learning.check(built.recipe)
     at_work = _Work(built, learning, observer, cut)
@@ -128,8 +129,11 @@ def iterate(
     scoring = time.perf_counter()
     rows = int(counted.sum()) if pair_losses(learning.objective) else len(counted)
     counts = Counts(rows, ranks.total(float(mask.sum())), rollout.max_completion_length)
-    results = []
-    for _ in range(learning.policy.num_iterations):
+    results: list[_Update] = []
+    for number in range(times := learning.policy.num_iterations):
+        if not all_updates and 0 < number < times - 1:
+            results.append(results[-1].repeated())
+            continue
         micros = _micro_batches(at_work, batch, counts, mask, target, scored)
         results.append(_read(step(built, micros, 1, observer.enter)))
     updated = time.perf_counter()
@@ -164,6 +168,11 @@ class _Update(NamedTuple):
     norm: float
     sums: Tensor
     values: Tensor | None
+
+    def repeated(self) -> _Update:
+        """The same of another update, as tensors of its own."""
+        values = None if self.values is None else self.values.clone()
+        return self._replace(sums=self.sums.clone(), values=values)
 
 
 def _read(result: StepResult) -> _Update:
