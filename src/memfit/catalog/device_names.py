@@ -22,7 +22,7 @@ _THIS = "`auto` is what torch sees on this machine"
 _APPLE = "`memfit devices apple` lists them"
 INSTEAD = {
     **dict.fromkeys(("gpu", "cuda", "rocm", "local", "this", "nvidia-smi"), _THIS),
-    **dict.fromkeys(("mac", "macbook", "mps", "metal", "apple"), _APPLE),
+    **dict.fromkeys(("mac", "macbook", "mps", "metal"), _APPLE),
 }
 _SIZE = re.compile(r"\s*(\d+)\s*(?:gb|gib|g)\s*(?:gpu|card|vram)?\s*", re.IGNORECASE)
 _SOCKET = re.compile(r"sxm\d?")
