@@ -445,7 +445,12 @@ REFUSED = {
         {"task": {"sequence_length": 16}, "rollout": {"max_completion_length": 16}},
         "leaves no token for a prompt",
     ),
-    "two devices": ({"hardware": {"device": "h100-sxm", "count": 2}}, "2 ranks"),
+    "more devices than prompts": (
+        {"hardware": {"device": "h100-sxm", "count": 4}}, "not shared evenly by 4 ranks"
+    ),
+    "shared products": (
+        {"hardware": {"device": "h100-sxm", "count": 2}, "parallel": {"tp": 2}}, "whole products"
+    ),
     "dropout": ({"method": "lora", "lora": {"dropout": 0.1}}, "two masks of dropout"),
     "compiled": ({"compile": "blocks"}, "a compiled block has no cache"),
     "offloaded": ({"offload": "activations"}, "offload: activations"),
