@@ -446,7 +446,8 @@ REFUSED = {
         "leaves no token for a prompt",
     ),
     "more devices than prompts": (
-        {"hardware": {"device": "h100-sxm", "count": 4}}, "not shared evenly by 4 ranks"
+        {"hardware": {"device": "h100-sxm", "count": 4}, "task": {"global_batch": 16}},
+        "not shared evenly by 4 ranks",
     ),
     "shared products": (
         {"hardware": {"device": "h100-sxm", "count": 2}, "parallel": {"tp": 2}}, "whole products"
