@@ -51,16 +51,12 @@ def headlines(found: Accuracy, times: TimeAccuracy) -> tuple[tuple[str, str], ..
     _, exact_against, exact, _ = _exactness()
     _, runs, errors, _ = next(iter(_published(found)))
     _, steps, spread, _ = next(iter(_seconds(times)))
-    _, meshes, took, _ = next(iter(_search()))
-    tried = meshes.partition("(")[2].partition(")")[0]
     return (
         ("certified, beside the same step on real tensors",
          f"{exact}: {exact_against.partition(': ')[2]}"),
         *_on_gpus(),
         ("predicted peaks of other trainers' steps", f"{errors}: {runs.partition(' (')[0]}"),
         ("predicted step times", f"{spread.partition(';')[0]}: {steps.partition(';')[0]}"),
-        ("every mesh of 16,384 GPUs for a model of 405B",
-         f"{took.partition(',')[0]} of one core: {tried}"),
         ("seconds of CPU, as typed", _typed()),
     )  # fmt: skip
 
