@@ -19,9 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, NoReturn
 
 from on_gpu import paths
@@ -167,8 +170,8 @@ class Run:
         self._environment = environment
         self._done: set[Key] = set()  # in this run: skipped or failed, they are not tried twice
         self._stop = time.monotonic() + 60 * asked.minutes
-        self._worker: Worker | None = None
-        self._spare: list[Worker] = []  # with the allocator as it is by default
+        self._crews = [Crew(place)]
+        self._lock = Lock()  # of rows and words, which lanes share
 
     def all(self) -> int:
         """Each slice within its share, then each within what is left; 0 when nothing is left."""
@@ -183,9 +186,11 @@ class Run:
                     start = time.monotonic()
                     left += self._slice(one, self._end(one, turn, used[one], chosen))
                     used[one] += time.monotonic() - start
-                    self._end_workers(only_used=True)
+                    for crew in self._crews:
+                        crew.end(only_used=True)
         finally:
-            self._end_workers()
+            for crew in self._crews:
+                crew.end()
             if ahead is not None:
                 os.killpg(ahead.pid, signal.SIGKILL)
                 ahead.wait()
@@ -213,32 +218,49 @@ class Run:
 
     def _slice(self, one: Slice, end: float) -> int:
         """Measure what has no row until then; how many units are left."""
-        left = 0
+        units: deque[Unit] = deque()
         for unit in list_units(one, self._place):
             key = (one.name, unit.name, self._place.row)
             if key in self._done or self._rows.has(key, again=self._asked.again):
                 continue
             if why := missing(unit):
                 self._add({"slice": one.name, "name": unit.name, "skipped": why})
-            elif time.monotonic() >= end or not self._unit(one, unit, end):
-                left += 1
+            else:
+                units.append(unit)
+        lanes = 1 if self._place.rehearsal else min(one.lanes, len(units))
+        while len(self._crews) < lanes:
+            self._crews.append(Crew(self._place))
+        if lanes <= 1:
+            return self._lane(one, units, end, self._crews[0]) + len(units)
+        with ThreadPoolExecutor(lanes) as pool:
+            work = [pool.submit(self._lane, one, units, end, c) for c in self._crews[:lanes]]
+        for crew in self._crews[:lanes]:
+            crew.end()  # Linux ends a process with the thread that started it, which is over now
+        return sum(lane.result() for lane in work) + len(units)
+
+    def _lane(self, one: Slice, units: deque[Unit], end: float, crew: Crew) -> int:
+        """Measure units as they come until the time is over; how many were begun and not done."""
+        left = 0
+        while time.monotonic() < end:
+            try:
+                unit = units.popleft()
+            except IndexError:  # another lane took the last one
+                break
+            left += not self._unit(one, unit, end, crew)
         return left
 
-    def _unit(self, one: Slice, unit: Unit, end: float) -> bool:
+    def _unit(self, one: Slice, unit: Unit, end: float, crew: Crew) -> bool:
         """Whether the unit has its row now; it has none where only the run's time was over."""
-        self._say(f"{one.name}: {unit.name} …")
-        worker = self._hire(unit.allocator)
+        self._tell(f"{one.name}: {unit.name} …")
         alone = one.alone and not self._place.rehearsal
-        while alone and len(self._spare) < SPARE:
-            self._spare.append(Worker(self._place))  # imports while the other one measures
+        worker = crew.hire(unit.allocator, spare=SPARE if alone else 0)
         start = time.monotonic()
         allowed = min(unit.seconds, end - start)
         found = worker.measure(one.name, unit.name, allowed)
         if alone or not isinstance(found, dict):
-            worker.end()
-            self._worker = None
+            crew.end(only_used=True, always=True)
         if found is None and allowed < unit.seconds:
-            self._say("  stopped, as the time is over; the same command goes on")
+            self._tell("  stopped, as the time is over; the same command goes on")
             return False
         if found is None:
             found = {"failed": f"not done after {unit.seconds:.0f} s"}
@@ -248,30 +270,51 @@ class Run:
         self._add(head | found | {"seconds": round(time.monotonic() - start, 1)})
         return True
 
-    def _hire(self, allocator: str) -> Worker:
-        """A process whose allocator has these settings: the running one, one that waits, or new."""
-        if self._worker is not None and self._worker.allocator != allocator:
-            self._worker.end()
-            self._worker = None
-        if self._worker is None:
-            waits = self._spare and not allocator
-            self._worker = self._spare.pop(0) if waits else Worker(self._place, allocator)
-        return self._worker
+    def _tell(self, line: str) -> None:
+        with self._lock:
+            self._say(line)
 
     def _add(self, row: Row) -> None:
         row |= {"device": self._place.row, "environment": self._environment}
         if self._place.rehearsal:
             row["rehearsal"] = True  # which is never landed
-        self._rows.add(row)
-        self._done.add(key_of(row))
+        with self._lock:
+            self._rows.add(row)
+            self._done.add(key_of(row))
         how = next(
             (f"{word}: {row[word]}" for word in ("failed", "skipped") if word in row), "done"
         )
-        self._say(f"  {row['slice']}: {row['name']}: {how} ({row.get('seconds', 0)} s)")
+        self._tell(f"  {row['slice']}: {row['name']}: {how} ({row.get('seconds', 0)} s)")
 
-    def _end_workers(self, *, only_used: bool = False) -> None:
-        """No process of one slice is there when another begins, but for one that waits."""
-        if self._worker is not None and not (only_used and self._place.rehearsal):
+
+class Crew:
+    """The process that measures, and those that import meanwhile to take its place."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._worker: Worker | None = None
+        self._spare: list[Worker] = []  # with the allocator as it is by default
+
+    def hire(self, allocator: str, *, spare: int) -> Worker:
+        """A process whose allocator has these settings: the running one, one that waits, or new.
+
+        spare: how many are to wait from now on.
+        """
+        if self._worker is not None and self._worker.allocator != allocator:
+            self.end(only_used=True, always=True)
+        if self._worker is None:
+            waits = self._spare and not allocator
+            self._worker = self._spare.pop(0) if waits else Worker(self._place, allocator)
+        while len(self._spare) < spare:
+            self._spare.append(Worker(self._place))
+        return self._worker
+
+    def end(self, *, only_used: bool = False, always: bool = False) -> None:
+        """No process of one slice is there when another begins, but for those that wait.
+
+        always: a rehearsal's too, which serves several slices.
+        """
+        if self._worker is not None and (always or not (only_used and self._place.rehearsal)):
             self._worker.end()
             self._worker = None
         while self._spare and not only_used:

@@ -19,17 +19,18 @@ class Slice(NamedTuple):
     title: str
     minutes: float  # of 25, at the first turn; what is left over goes to whoever needs more
     alone: bool  # each unit in a process of its own, as the allocator's counters are a process's
+    lanes: int = 1  # units that run side by side: of slices that ask neither clock nor driver
 
 
 SLICES = (
     Slice("recipes", "recipes", "recipes end to end, by phase and component", 5.0, True),
-    Slice("allocator", "recordings", "recordings of the caching allocator", 3.5, True),
+    Slice("allocator", "recordings", "recordings of the caching allocator", 3.5, True, 4),
     Slice("rates", "rates", "products, attention, memory, copies, launches", 2.5, False),
     Slice("kernels", "kernels", "contexts, and memory inside kernels", 2.0, True),
     Slice("speed", "speed", "step times beside Hugging Face's Trainer", 5.0, True),
     Slice("trainers", "trainers", "peaks of Hugging Face's Trainer", 2.0, True),
     Slice("tests", "marked", "every test marked gpu", 2.0, False),
-    Slice("cards", "cards", "cards of 24 and 16 GB, imitated", 3.0, True),
+    Slice("cards", "cards", "cards of 24 and 16 GB, imitated", 3.0, True, 3),
     Slice("grid", "grid", "the rest of the grid", 0.0, False),
 )
 NAMES = tuple(one.name for one in SLICES)

@@ -12,6 +12,7 @@ import tarfile
 import time
 import zipfile
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -191,6 +192,33 @@ def test_a_unit_runs_in_a_process_whose_allocator_has_its_settings(tmp_path, mon
     monkeypatch.setattr(run.paths, "prepare", list)
     assert run.main(["--device", "cpu", "--slice", "grid", "--out", str(tmp_path)]) == 0
     assert hired == [("a", ""), ("b", "expandable_segments:True"), ("c", "")]
+
+
+def test_units_that_ask_neither_clock_nor_driver_run_side_by_side(tmp_path, monkeypatch):
+    together, most, lock = [0], [0], Lock()
+
+    class Slow(Broken):
+        def measure(self, slice_name, unit, seconds):
+            with lock:
+                together[0] += 1
+                most[0] = max(most[0], together[0])
+            time.sleep(0.2)
+            with lock:
+                together[0] -= 1
+            return {"x": 1}
+
+    monkeypatch.setattr(run, "Worker", Slow)
+    monkeypatch.setattr(run.paths, "prepare", list)
+    monkeypatch.setattr(run, "_ask", lambda _: {"device": "NVIDIA H100 80GB HBM3"})
+    monkeypatch.setattr(run, "list_units", lambda one, place: [Unit(str(n)) for n in range(9)])
+    found = {}
+    for name in ("allocator", "recipes"):
+        most[0] = 0
+        out = tmp_path / name
+        assert run.main(["--fresh", "--slice", name, "--out", str(out), "--minutes", "1"]) == 0
+        assert len(read_rows(out / "rows.jsonl")) == 9
+        found[name] = most[0]
+    assert found == {"allocator": 4, "recipes": 1}
 
 
 def test_a_history_is_joined_with_a_certificate_by_bytes():
