@@ -23,6 +23,7 @@ LARGER = {
     "records/model.py Architecture",  # config.json, in one family's words for all
     "plan/step_time/work.py Shape",  # the same in numbers, of which a search makes columns
     "families/shared/forward.py Forward",  # what every operation of a simulated forward reads
+    "train/generation/settings.py Settings",  # what `memfit generate` and rollouts take, one by one
     "train/run/session.py Session",  # the parts of a running process
 }
 STRUCTS = {"records", "families", "plan", "ui"}  # where `msgspec.Struct` itself is used

@@ -79,6 +79,7 @@ def test_a_wrong_answer_is_not_remembered(monkeypatch) -> None:
     monkeypatch.setattr(_Answer, "give", wider)
     assert trace(recipe, CPU) == right  # it is compared before it is remembered
     monkeypatch.setattr("memfit.certify.tracing.fast_fake._alike", lambda a, b: True)
+    monkeypatch.setattr("memfit.certify.tracing.fake_device._PROVED", {})
     with pytest.raises(NotCertified, match="does not imitate"):
         trace(recipe, CPU)
 

@@ -66,7 +66,10 @@ def test_without_a_scale_small_gradients_would_be_lost(loss, monkeypatch):
 
     def gradient(precision):
         real = counters.step
-        many = lambda built, batches, _, enter: real(built, batches, 2**20, enter)  # noqa: E731
+
+        def many(built, batches, _, enter, **more):
+            return real(built, batches, 2**20, enter, **more)
+
         monkeypatch.setattr(counters, "step", many)
         found = gradient_of(tiny_recipe(optimizer=PLAIN_SGD, precision=precision, **loss))
         monkeypatch.setattr(counters, "step", real)

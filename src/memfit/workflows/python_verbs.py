@@ -118,6 +118,8 @@ def _find_key(word: str, value: object) -> str:
     if word in KEYS:
         return word
     found = [key for key in KEYS if key.endswith(f".{word}")]
+    fewest = min((key.count(".") for key in found), default=0)
+    found = [key for key in found if key.count(".") == fewest]  # `alpha` is `lora.alpha`
     if len(found) == 1:
         return found[0]
     if found:

@@ -289,7 +289,7 @@ def test_the_reward_of_groups_that_were_left_out_is_told(make, monkeypatch):
     """All 3 rounds of even groups count in `sampled_reward`, two groups of them in `reward`."""
     calls = []
 
-    def judge(sampling, prompts, completions):
+    def judge(sampling, prompts, completions, score):
         calls.append(len(calls))
         rewards = torch.full((len(prompts),), float(calls[-1]))
         return [""] * len(prompts), Verdict(rewards, rewards[:, None], Counter())

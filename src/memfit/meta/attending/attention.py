@@ -232,9 +232,9 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -
 
     def run() -> tuple[Tensor, ...]:
         _count(query, key, value, 1, 1)
-        made = (by_token(query, value.shape[-1]), empty(meter, (batch, heads, padded), "float32"))
         width = DTYPE_BYTES[query.dtype]
         inside = workspace(meter, efficient_forward(query.shape, value.shape[-1], width))
+        made = (by_token(query, value.shape[-1]), empty(meter, (batch, heads, padded), "float32"))
         del inside
         return (*made, empty(meter, (), "int64"), empty(meter, (), "int64"))
 
