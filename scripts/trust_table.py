@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "trust.md"
 RESULTS = ROOT / "bench" / "results"
-GOLDEN, OWN = "NVIDIA/Megatron-LM", "memfit measure"  # OWN: rows of memfit's own step
 PEERS = ("hf-trainer", "trl", "litgpt")
 
 Cells = tuple[str, str, str, str]  # what, against what, figure, file
@@ -149,8 +148,7 @@ def _published(found: Accuracy) -> Iterable[Cells]:
 
 def _halves(compared: Iterable[Compared]) -> tuple[list[Compared], list[Compared]]:
     every = list(compared)
-    others = [c for c in every if c.source not in (GOLDEN, OWN)]
-    return others, [c for c in every if c.source == GOLDEN]
+    return gpu_page.of_others(every), [c for c in every if c.source == gpu_page.GOLDEN]
 
 
 def _errors(compared: list[Compared]) -> str:

@@ -1,5 +1,7 @@
 """A tiny config of each model type, recipes over them, and a textbook training loop."""
 
+from collections.abc import Sequence
+
 import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -132,6 +134,16 @@ def make_built(recipe) -> Built:
     model = build_model(recipe, "cpu")
     fill_weights(model, recipe)
     return Built(recipe, model, build_optimizer(recipe, model))
+
+
+def draw_answers(lengths: Sequence[int], longest: int, end: int) -> list[list[int]]:
+    """Random answers of these lengths; those shorter than the longest end."""
+    random = torch.Generator().manual_seed(3)
+    answers = []
+    for length in lengths:
+        ids = torch.randint(3, VOCAB, (length,), generator=random).tolist()
+        answers.append(ids if length == longest else [*ids[:-1], end])
+    return answers
 
 
 def make_batch(rows=2, tokens=16, *, seed=0, ignored=0) -> Batch:

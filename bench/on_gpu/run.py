@@ -186,8 +186,8 @@ class Run:
                     start = time.monotonic()
                     left += self._slice(one, self._end(one, turn, used[one], chosen))
                     used[one] += time.monotonic() - start
-                    for crew in self._crews:
-                        crew.end(only_used=True)
+                    for crew in () if self._place.rehearsal else self._crews:
+                        crew.release()  # a rehearsal's process serves all slices
         finally:
             for crew in self._crews:
                 crew.end()
@@ -258,7 +258,7 @@ class Run:
         allowed = min(unit.seconds, end - start)
         found = worker.measure(one.name, unit.name, allowed)
         if alone or not isinstance(found, dict):
-            crew.end(only_used=True, always=True)
+            crew.release()
         if found is None and allowed < unit.seconds:
             self._tell("  stopped, as the time is over; the same command goes on")
             return False
@@ -301,7 +301,7 @@ class Crew:
         spare: how many are to wait from now on.
         """
         if self._worker is not None and self._worker.allocator != allocator:
-            self.end(only_used=True, always=True)
+            self.release()
         if self._worker is None:
             waits = self._spare and not allocator
             self._worker = self._spare.pop(0) if waits else Worker(self._place, allocator)
@@ -309,13 +309,14 @@ class Crew:
             self._spare.append(Worker(self._place))
         return self._worker
 
-    def end(self, *, only_used: bool = False, always: bool = False) -> None:
-        """No process of one slice is there when another begins, but for those that wait.
-
-        always: a rehearsal's too, which serves several slices.
-        """
-        if self._worker is not None and (always or not (only_used and self._place.rehearsal)):
+    def release(self) -> None:
+        """End the process that measured; those that wait stay."""
+        if self._worker is not None:
             self._worker.end()
             self._worker = None
-        while self._spare and not only_used:
+
+    def end(self) -> None:
+        """End all of them."""
+        self.release()
+        while self._spare:
             self._spare.pop().end()

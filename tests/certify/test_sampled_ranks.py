@@ -16,10 +16,10 @@ from tiny_steps import CPU
 from memfit import catalog
 from memfit.adapters import find_adapter
 from memfit.certify.iterations import trace_iterations
+from memfit.certify.tracing.recorder import Trace
 from memfit.families import read_model
 from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.records.ledger import Phase
-from memfit.records.recipe import Recipe
 
 ON = CELLS["GRPO, RLOO"]
 RECIPES = {
@@ -38,9 +38,8 @@ def real(
     return run_asked(RECIPES, request, tmp_path_factory)
 
 
-def certified(recipe: Recipe, rank: int, found: dict[str, Any]) -> dict[Phase, int]:
+def certified(fake: Trace, found: dict[str, Any]) -> dict[Phase, int]:
     """What the certificate says of the phases that a rank measured."""
-    fake = trace_iterations(recipe, CPU, rank=rank)
     return {phase: fake.phases[phase] for phase in found["phases"]}
 
 
@@ -50,11 +49,12 @@ def test_ranks_learn_what_one_process_does_and_hold_what_is_certified_and_predic
     name: str, real: Any, tmp_path: Any
 ) -> None:
     recipe, ranks = RECIPES[name], real[name]
-    if any(found["phases"] != certified(recipe, rank, found) for rank, found in enumerate(ranks)):
+    traces = [trace_iterations(recipe, CPU, rank=rank) for rank in range(len(ranks))]
+    if any(f["phases"] != certified(t, f) for f, t in zip(ranks, traces, strict=True)):
         # gloo's thread holds a buffer for longer where other work has the processor: once more
         (ranks,) = run_ranks([recipe], tmp_path)
     want = alone(recipe)
-    for rank, found in enumerate(ranks):
+    for rank, (found, fake) in enumerate(zip(ranks, traces, strict=True)):
         for key in ("samples", "failures", "tokens"):
             assert found[key] == want[key], key  # the same answers, judged alike
         for mine, theirs in zip(found["figures"], want["figures"], strict=True):
@@ -67,8 +67,7 @@ def test_ranks_learn_what_one_process_does_and_hold_what_is_certified_and_predic
                 torch.testing.assert_close(
                     mine[key], value, rtol=1e-5, atol=1e-5 * largest, msg=key
                 )
-        fake = trace_iterations(recipe, CPU, rank=rank)
-        assert certified(recipe, rank, found) == found["phases"]
+        assert certified(fake, found) == found["phases"]
         kinds = {phase: fake.ledger.by_kind(phase) for phase in found["phases"]}
         assert kinds == found["kinds"]
         model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)

@@ -21,7 +21,7 @@ from memfit.train.rl.rewards.process import Judged
 from memfit.train.rl.rollout import Prompt, Sampling
 from memfit.train.step.build import Built
 from other_trainers.shared import END, LONGEST
-from tiny_models import VOCAB, make_built, make_recipe
+from tiny_models import draw_answers, make_built, make_recipe
 
 PROMPTS = ([5, 6, 7], [8, 9, 3, 4, 6], [7], [3, 9], [4, 4, 8, 6], [9, 8], [6], [3, 4, 5])
 LENGTHS = (3, 6, 1, 4, 6, 2, 5, 6)  # of answers; 6 is the limit
@@ -42,12 +42,7 @@ USUAL = {"num_ppo_epochs": 4, "kl_coef": 0.05, "temperature": 0.7}
 
 
 def make_answers():
-    random = torch.Generator().manual_seed(3)
-    found = []
-    for length in LENGTHS:
-        ids = torch.randint(3, VOCAB, (length,), generator=random).tolist()
-        found.append(ids if length == LONGEST else [*ids[:-1], END])
-    return found
+    return draw_answers(LENGTHS, LONGEST, END)
 
 
 def make():

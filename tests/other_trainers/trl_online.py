@@ -23,7 +23,7 @@ from memfit.train.rl.rows import answer_mask, lay_out
 from memfit.train.step.step import answer_log_probs, step
 from other_trainers.shared import END, LONGEST, PAD, largest, make_tokenizer
 from other_trainers.trl_policies import make_weights
-from tiny_models import VOCAB, gradients_in, make_built, make_recipe
+from tiny_models import draw_answers, gradients_in, make_built, make_recipe
 
 PROMPTS = [[5, 6, 7], [8, 9, 3, 4, 6], [7], [3, 9]]
 LENGTHS = [3, 6, 1, 4, 6, 2, 5, 6]  # of the two answers to each prompt; 6 is the limit
@@ -42,12 +42,7 @@ CASES = {
 
 
 def make_answers():
-    random = torch.Generator().manual_seed(3)
-    answers = []
-    for length in LENGTHS:
-        ids = torch.randint(3, VOCAB, (length,), generator=random).tolist()
-        answers.append(ids if length == LONGEST else [*ids[:-1], END])
-    return answers
+    return draw_answers(LENGTHS, LONGEST, END)
 
 
 def blocks(rows):

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -103,28 +104,35 @@ def free_port() -> int:
             return int(probe.getsockname()[1])
 
 
+def fork_ranks(world: int, work: Callable[[int], None]) -> list[int]:
+    """Processes of so many ranks, each of which does the work of its number and ends."""
+    port = free_port()
+    return [fork_rank(rank, world, port, work) for rank in range(world)]
+
+
+def fork_rank(rank: int, world: int, port: int, work: Callable[[int], None]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    code = 0
+    try:
+        work(rank)
+    except Error as error:
+        sys.stderr.write(f"rank {rank}: {error}\n")
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def start(order: dict) -> list[int]:
-    world, port = Parallel(**order.get("parallel", {})).world, free_port()
-    found = []
-    for rank in range(world):
-        child = os.fork()
-        if child == 0:
-            if world > 1:
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-            code = 0
-            try:
-                run(order)
-            except Error as error:
-                sys.stderr.write(f"rank {rank}: {error}\n")
-                code = error.exit_code
-            except BaseException:
-                traceback.print_exc()
-                code = 1
-            sys.stderr.flush()
-            os._exit(code)
-        found.append(child)
-    return found
+    world = Parallel(**order.get("parallel", {})).world
+    return fork_ranks(world, lambda _: run(order))
 
 
 def main() -> None:

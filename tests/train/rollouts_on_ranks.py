@@ -9,18 +9,16 @@ import json
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
-from ranks_run import free_port
+from ranks_run import fork_ranks
 from tiny_rollouts import LORA, recipe_of
 from tiny_runs import CONFIG
 
-from memfit.core.errors import Error
 from memfit.records.recipe import Parallel, Recipe
 from memfit.records.reinforcement import Policy
 from memfit.records.request import Request, Task
@@ -70,27 +68,15 @@ def train(world: int, folder: Path, data: Path, cache: Path) -> None:
         loop.train(recipe, request, folder, ranks=ranks, **asked)
 
 
-def start(rank: int, port: int, order: list, data: Path, cache: Path) -> int:
+def start(order: list, data: Path, cache: Path) -> list[int]:
     world, folder, killed, part = order
-    child = os.fork()
-    if child:
-        return child
-    if world > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-    code = 0
-    try:
+
+    def work(rank: int) -> None:
         if rank == killed:
             end_within(part)
         train(world, Path(folder), data, cache)
-    except Error as error:
-        sys.stderr.write(f"rank {rank}: {error}\n")
-        code = error.exit_code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)
+
+    return fork_ranks(world, work)
 
 
 def main() -> None:
@@ -100,9 +86,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        order = json.loads(line)
-        port = free_port()
-        ranks = [start(rank, port, order, data, cache) for rank in range(order[0])]
+        ranks = start(json.loads(line), data, cache)
         ended = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
         print(json.dumps(ended), flush=True)  # noqa: T201 - the answer
 

@@ -34,7 +34,7 @@ from memfit.records.reinforcement import WAVES
 from memfit.train.measure.observer import Observer
 from memfit.train.rl.learn import Learning, iterate
 from memfit.train.rl.rehearsal import make_learning
-from memfit.train.rl.rewards.adapter import cut_all
+from memfit.train.rl.rows import cut_all
 
 SHOWN_UPDATES = 2  # of those with one rollout: the first and the last
 ENDS = 4  # lengths of the short answers: an eighth, a quarter, ... of the longest

@@ -20,7 +20,7 @@ from memfit.train.rl.rehearsal import Constant
 from memfit.train.rl.rewards.process import Judged
 from memfit.train.rl.rollout import Prompt, Sampling
 from memfit.train.step.step import row_values
-from tiny_models import VOCAB, gradients_in, make_batch, make_built, make_recipe
+from tiny_models import draw_answers, gradients_in, make_batch, make_built, make_recipe
 
 MOST, END = 6, 1
 LENGTHS = (3, 6, 1, 4)
@@ -42,12 +42,7 @@ SETTINGS = {
 
 
 def make_answers():
-    random = torch.Generator().manual_seed(3)
-    found = []
-    for length in LENGTHS:
-        ids = torch.randint(3, VOCAB, (length,), generator=random).tolist()
-        found.append(ids if length == MOST else [*ids[:-1], END])
-    return found
+    return draw_answers(LENGTHS, MOST, END)
 
 
 class Scores(Constant):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from memfit.adapters.shared.peft_layers import MAGNITUDE, PREFIX, STORED_TRANSPOSED
 from memfit.adapters.shared.quantised_base import is_projection
+from memfit.adapters.shared.stored import CONFIG
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.system.reading import read_json_table
 from memfit.families import read_model
@@ -40,7 +41,6 @@ from memfit.train.model.weights import (
 )
 from memfit.train.run.generate import find_model_folder, find_recipe
 
-CONFIG = "adapter_config.json"
 FILE_BYTES = 4 * 1024**3  # of one file of the result; what is in memory at most
 # What a peft configuration may ask for that changes the mathematics, and is not described here.
 OTHER = (

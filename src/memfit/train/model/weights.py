@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit.adapters import find_adapter
 from memfit.adapters.shared.apply import replace_parameters
 from memfit.adapters.shared.peft_layers import add_score_head, stored_name
-from memfit.adapters.shared.stored import stored_names
+from memfit.adapters.shared.stored import WEIGHTS, stored_names
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import read_json_table
 from memfit.families import read_model
@@ -36,7 +36,7 @@ from memfit.train.model.quantised import QuantisedLinear, quantised_modules
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_model.safetensors"  # peft's
+ADAPTER = WEIGHTS  # peft's
 
 
 DTYPES = {

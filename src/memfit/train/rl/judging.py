@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.records.reinforcement import RewardSettings
 from memfit.train.rl.advantages import sum_rewards
-from memfit.train.rl.rewards.process import Judged, RewardProcess, check_readable
+from memfit.train.rl.rewards.process import Judged, RewardProcess, check_readable, take_finite
 
 
 class Judge(Protocol):
@@ -68,13 +67,6 @@ def check_rewards(settings: RewardSettings) -> None:
     check_named(settings)
     for spec in settings.functions:
         check_readable(spec)
-
-
-def take_finite(scores: Sequence[float]) -> Judged:
-    """Scores as rewards; one that is no finite number is none."""
-    good = [math.isfinite(score) for score in scores]
-    rewards = tuple(s if fine else None for s, fine in zip(scores, good, strict=True))
-    return Judged(rewards, +Counter({"not finite": len(good) - sum(good)}))
 
 
 class Judges:

@@ -31,9 +31,9 @@ from memfit.train.rl.advantages import (
     penalise,
 )
 from memfit.train.rl.policy_loss import Answers, Counts, name_sums
-from memfit.train.rl.rewards.adapter import Cut, cut_all, scores_of
+from memfit.train.rl.rewards.adapter import scores_of
 from memfit.train.rl.rollout import Experience, Prompt, Sampling, own_part, roll_out
-from memfit.train.rl.rows import answer_mask, lay_out
+from memfit.train.rl.rows import Cut, answer_mask, cut_all, lay_out
 from memfit.train.rl.values import Aims, aim, find_counted
 from memfit.train.step.build import Built
 from memfit.train.step.step import Batch, StepResult, answer_log_probs, row_values, step

@@ -25,7 +25,7 @@ from memfit.train.rl.learn import Learning, Summary, iterate
 from memfit.train.rl.prompts import PromptRows, choose_of_portions
 from memfit.train.rl.rewards.adapter import scores_of
 from memfit.train.rl.rollout import (
-    Judged,
+    Answered,
     Sampling,
     find_truncated,
     join_shares,
@@ -133,7 +133,7 @@ def evaluate_prompts(
         observer=observer, decode=sampling.decode, ranks=ranks,
     )  # fmt: skip
     judge = scores_of(built, sampling.rollout, observer)
-    judged = Judged(completions, *judge_answers(sampling, own, completions, judge))
+    judged = Answered(completions, *judge_answers(sampling, own, completions, judge))
     completions, _, verdict, *_ = join_shares(judged, ranks)
     rewards = [r for r in verdict.rewards.tolist() if r == r]
     count = len(rewards)

@@ -24,10 +24,9 @@ from memfit.train.generation.settings import Completion
 from memfit.train.measure.observer import Observer
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, iterate
-from memfit.train.rl.rewards.adapter import cut_all
 from memfit.train.rl.rewards.process import Judged
 from memfit.train.rl.rollout import Prompt, Sampling
-from memfit.train.rl.rows import Ids
+from memfit.train.rl.rows import Ids, cut_all
 from memfit.train.rl.sampling import ALONE, Share, sample_in_slots
 from memfit.train.step.build import Built
 

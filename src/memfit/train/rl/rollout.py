@@ -157,11 +157,11 @@ def _sample_and_judge(
     completions = sample(built, [p.ids for p in prompts[own]], rollout, sampling.end, chance)
     sampled = time.perf_counter()
     texts, verdict = judge_answers(sampling, prompts[own], completions, score)
-    found = Judged(completions, texts, verdict, sampled - start, time.perf_counter() - sampled)
+    found = Answered(completions, texts, verdict, sampled - start, time.perf_counter() - sampled)
     return prompts, *join_shares(found, ranks)
 
 
-class Judged(NamedTuple):
+class Answered(NamedTuple):
     """One rank's answers, what was made of them, and how long it took."""
 
     completions: list[Completion]
@@ -176,7 +176,7 @@ def own_part(count: int, ranks: Ranks) -> slice:
     return slice(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
-def join_shares(own: Judged, ranks: Ranks) -> Judged:
+def join_shares(own: Answered, ranks: Ranks) -> Answered:
     """The answers of all ranks in their order, on each of them; the seconds of the slowest.
 
     Their tokens and rewards, which are little beside what one step moves: whatever is worked out of
@@ -206,7 +206,7 @@ def join_shares(own: Judged, ranks: Ranks) -> Judged:
         torch.tensor(sums, dtype=torch.float32),
         torch.tensor(by_function, dtype=torch.float32).view(len(made), -1), failures,
     )  # fmt: skip
-    return Judged(made, of_all, found, *slowest)
+    return Answered(made, of_all, found, *slowest)
 
 
 def judge_answers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,12 @@ from memfit.train.step.loss import IGNORE
 from memfit.train.step.step import Batch
 
 Ids = Sequence[int]
+Cut = Callable[[int, int], Sequence[slice]]  # rows, those of a micro-batch -> micro-batches
+
+
+def cut_all(rows: int, each: int) -> Sequence[slice]:
+    """All micro-batches of the rows."""
+    return [slice(start, start + each) for start in range(0, rows, each)]
 
 
 def lay_out(prompts: Sequence[Ids], completions: Sequence[Ids], width: int) -> Batch:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from memfit.adapters.shared.peft_layers import stored_name
+from memfit.adapters.shared.stored import CONFIG
 from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import quiet_import
 from memfit.core.system.reading import read_json_table
@@ -120,7 +121,7 @@ def cache_name() -> str:
 def find_model_folder(folder: Path) -> Path:
     """The folder itself when it holds a model, or its `model/` when it is a run folder."""
     for place in (folder / FOLDER, folder):
-        if (place / "config.json").exists() or (place / "adapter_config.json").exists():
+        if (place / "config.json").exists() or (place / CONFIG).exists():
             return place
     hint = "a run folder has one once its training has finished"
     if (folder / "run.json").exists():
@@ -214,7 +215,7 @@ def _load_foreign(folder: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    adapter = folder / "adapter_config.json"
+    adapter = folder / CONFIG
     base: str | Path = folder
     if adapter.exists():
         base = read_json_table(adapter).get("base_model_name_or_path") or ""

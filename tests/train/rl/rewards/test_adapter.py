@@ -13,8 +13,8 @@ from memfit.families import read_model
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Lora
 from memfit.records.reinforcement import Policy, RewardAdapter, RewardSettings, Rollout
-from memfit.train.rl.judging import take_finite
 from memfit.train.rl.rewards.adapter import scores_of
+from memfit.train.rl.rewards.process import take_finite
 from memfit.train.step.build import build_model, check_census
 from reward_adapters import change_config, classifier, read_adapter, reward_of, write_adapter
 from tiny_models import CONFIGS, make_built, make_recipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,16 +11,9 @@ from torch import Tensor
 from memfit.records.ledger import Phase
 from memfit.records.reinforcement import Rollout
 from memfit.train.measure.observer import NOBODY, Observer
-from memfit.train.rl.rows import Ids, lay_out_scored
+from memfit.train.rl.rows import Cut, Ids, cut_all, lay_out_scored
 from memfit.train.step.build import Built
 from memfit.train.step.step import Batch, answer_scores
-
-Cut = Callable[[int, int], Sequence[slice]]  # rows, those of a micro-batch -> micro-batches
-
-
-def cut_all(rows: int, each: int) -> Sequence[slice]:
-    """All micro-batches of the rows."""
-    return [slice(start, start + each) for start in range(0, rows, each)]
 
 
 class AdapterScores(NamedTuple):

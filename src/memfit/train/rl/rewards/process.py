@@ -39,6 +39,16 @@ class Judged(NamedTuple):
     failures: Counter[str]  # answers without a reward: timeout, memory, exited, raised, not finite
 
 
+def take_finite(values: Sequence[float | None]) -> Judged:
+    """Values as rewards: None is none, and one that is not finite counts as a failure, too."""
+    good = [value is None or math.isfinite(value) for value in values]
+    rewards = tuple(
+        float(value) if fine and value is not None else None
+        for value, fine in zip(values, good, strict=True)
+    )
+    return Judged(rewards, +Counter({"not finite": good.count(False)}))
+
+
 class _Failed(Exception):
     """The function gave no rewards."""
 
@@ -154,18 +164,13 @@ class RewardProcess:
                 " answers",
                 hint="return one number, or None, for each answer",
             )
-        rewards: list[float | None] = []
-        failures: Counter[str] = Counter()
         for value in found:
             if value is not None and not isinstance(value, int | float):
                 raise RunFailed(
                     f"the reward function `{self.spec}` returned `{value}`, which is no number",
                     hint="return one number, or None, for each answer",
                 )
-            good = value is None or math.isfinite(value)
-            failures["not finite"] += not good
-            rewards.append(float(value) if good and value is not None else None)
-        return Judged(tuple(rewards), +failures)
+        return take_finite(found)
 
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one request, or _Failed; a process that may not go on is stopped."""
