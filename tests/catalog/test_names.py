@@ -7,10 +7,12 @@ import pytest
 from msgspec import structs
 
 from memfit import api, catalog
-from memfit.catalog import published_names
+from memfit.catalog import machines, published_names
 from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.families import read_model
+from memfit.files.flags import gather
+from memfit.plan.budget.offers import read_offers
 from memfit.plan.request import model_reference
 from memfit.workflows.look_up import find_devices
 
@@ -367,3 +369,40 @@ def test_devices_are_searched_by_the_memory_of_their_data_sheet(search):
     assert {"rtx-4090", "rtx-3090", "l4"} <= {row.id for row in found}
     assert {"24" in re.findall(r"\d+", row.memory_datasheet) for row in found} == {True}
     assert [row.id for row in find_devices(f"4090 {search}")] == ["rtx-4090"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "row", "count", "nodes"),
+    [("p4d.24xlarge", "a100-sxm-40", 8, 1), ("ml.g5.12xlarge", "a10g", 4, 1),
+     ("P5EN.48xlarge", "h200-sxm", 8, 1), ("2x p5.48xlarge", "h100-sxm", 8, 2),
+     ("a3-highgpu-8g:4", "h100-sxm", 8, 4), ("a2-megagpu-16g", "a100-sxm-40", 16, 1),
+     ("Standard_ND96isr_H100_v5", "h100-sxm", 8, 1), ("g2-standard-24", "l4", 2, 1)],
+)  # fmt: skip
+def test_a_sellers_machine_is_its_devices(typed, row, count, nodes):
+    hardware = api.read("qwen3-8b", device=typed).hardware
+    assert catalog.find_device(hardware.device).id == row
+    assert (hardware.count, hardware.nodes) == (count, nodes)
+    assert catalog.describe_device(hardware.device).endswith(f" x `{row}`")
+
+
+def test_every_machine_names_a_device_by_its_id():
+    ids = {device.id for device in catalog.devices()}
+    for name, machine in machines._machines().items():
+        assert machines.find_machine(name.upper()) == machine, name  # the guard lets it through
+        assert machine.device in ids
+        assert 1 <= machine.count <= 16
+
+
+def test_a_machine_and_a_number_of_devices():
+    changes = gather({"device": "p4d.24xlarge", "gpus": "16"}, {})
+    hardware = api.read("qwen3-8b", changes=changes).hardware
+    assert (hardware.device, hardware.count, hardware.nodes) == ("a100-sxm-40", 8, 2)
+    assert api.read("qwen3-8b", device="p5.48xlarge", changes={"hardware.nodes": 2}).hardware.nodes
+    with pytest.raises(InvalidRequest, match="disagree") as caught:
+        api.read("qwen3-8b", device="p5.48xlarge", changes={"hardware.count": 4})
+    assert "`h100-sxm`" in caught.value.hint
+
+
+def test_offers_of_machines():
+    offers = read_offers("p5.48xlarge, 2x g6e.12xlarge, 4xA100")
+    assert [each.name for each in offers] == ["h100-sxm:8", "l40s:2x4", "a100-sxm-80:4"]

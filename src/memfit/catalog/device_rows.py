@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.catalog import device_names
+from memfit.catalog.machines import find_machine
 from memfit.catalog.own import own_file, read_own, stamp, wrong
 from memfit.catalog.prices import check_own_prices, find_prices
 from memfit.catalog.toml_rows import Rows, slug
@@ -30,6 +31,8 @@ def find(name: str) -> Device:
 @lru_cache(maxsize=512)
 def _find_id(name: str, now: Stamp) -> str:
     del now  # what the user's own names were read from
+    if machine := find_machine(name):
+        return machine.device
     try:
         return _DEVICES.find(name, also=_own_names())
     except InvalidRequest:
@@ -42,6 +45,8 @@ def _find_id(name: str, now: Stamp) -> str:
 
 def describe(name: str) -> str:
     """Which row is taken for a name that several have, in words; "" for a name of one row."""
+    if machine := find_machine(name):
+        return f"`{name}` of {machine.seller} has {machine.count} x `{machine.device}`"
     now = _now()
     try:
         _DEVICES.find(name, also=_own_names())

@@ -232,9 +232,19 @@ def changed_options(
         elif DEVICE in more:
             each = f"{written.nodes}x{written.number}" if written.nodes else written.number
             device = f"{device}:{each}"
+    elif written and DEVICE in more:
+        device = _as_many(written.name, device or "")
     if keys.get("method") == QLORA and more.get("base_format", "nf4") != "nf4":
         keys["method"] = "lora"
     return same_options(device, memory, keys)
+
+
+def _as_many(machine: str, device: str) -> str:
+    """Another device, as many of it as the machine has that was typed."""
+    from memfit.catalog.machines import find_machine  # the catalogue, which `--help` does without
+
+    found = find_machine(machine)
+    return f"{device}:{found.count}" if found else device
 
 
 def type_request(request: Request, changes: Mapping[str, Any]) -> str:

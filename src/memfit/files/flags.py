@@ -41,7 +41,8 @@ class Flag(NamedTuple):
 
 FLAGS = (
     Flag(("device", "gpu"), DEVICE, "NAME",
-         "accelerator, and how many: h100-sxm, A100, 8xH100, H100:8; see `memfit devices`"),
+         "accelerator, and how many: h100-sxm, A100, 8xH100, H100:8, p5.48xlarge;"
+         " see `memfit devices`"),
     Flag(("gpus", "count", "num-gpus"), COUNT, "N",
          "devices; more than a machine holds are several nodes, unless --nodes is given"),
     Flag(("nodes", "num-nodes"), NODES, "N", "machines, of --gpus devices each"),
@@ -171,6 +172,12 @@ def _join_count(keys: dict[str, Any], origin: Mapping[str, str]) -> dict[str, An
             f"`{origin[DEVICE]}` and `{origin[COUNT]}` both say how many devices there are",
             hint=f"`--device {own.name} {origin[COUNT]}`, or `--device {own.name}:{own.number}`",
         )
+    from memfit.catalog.machines import find_machine  # the catalogue, which `--help` does without
+
+    if machine := find_machine(own.name):
+        keys = {**keys, DEVICE: f"{machine.device}:{count}"}
+        del keys[COUNT]
+        return keys
     joined = not own.number and NODES not in keys and not origin[COUNT].startswith("--set")
     if joined and str(count).isdecimal() and int(count) > 0:
         keys = {**keys, DEVICE: f"{device}:{count}"}

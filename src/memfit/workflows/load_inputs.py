@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from memfit.catalog.machines import find_machine
 from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import read_json_file
@@ -45,7 +46,7 @@ def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys
 def put_all(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Set dotted keys in a request's data; `8xH100` takes the place of a count that is there."""
     device = changes.get("hardware.device")
-    if isinstance(device, str) and read_devices(device).number:
+    if isinstance(device, str) and (read_devices(device).number or find_machine(device)):
         hardware = data.get("hardware")
         if isinstance(hardware, dict):
             data["hardware"] = {k: v for k, v in hardware.items() if k not in ("count", "nodes")}
@@ -69,9 +70,12 @@ def place_devices(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(hardware, Mapping) or not isinstance(device, str):
         return data
     written = read_devices(device)
-    if not written.number:
+    machine = find_machine(written.name)
+    if machine:
+        placed = {"count": machine.count, "nodes": written.number or hardware.get("nodes", 1)}
+    elif not written.number:
         return data
-    if written.nodes or "nodes" in hardware:
+    elif written.nodes or "nodes" in hardware:
         placed = {"count": written.number, "nodes": written.nodes or hardware["nodes"]}
     else:
         from memfit.plan.questions.compare import place  # its search imports numpy
@@ -83,7 +87,7 @@ def place_devices(data: Mapping[str, Any]) -> Mapping[str, Any]:
         if str(hardware.get(key, value)) not in (str(value), str(written.number)):
             raise InvalidRequest(
                 f"`hardware.device: {device}` and `hardware.{key}: {hardware[key]}` disagree",
-                hint=f"write `{written.name}` and keep `hardware.{key}`, or leave that key out",
+                hint=f"write `{machine.device if machine else written.name}` and keep `hardware.{key}`, or leave that key out",
             )
     return {**data, "hardware": {**hardware, "device": written.name, **placed}}
 

@@ -8,6 +8,7 @@ from itertools import chain
 
 from memfit import catalog
 from memfit.catalog import CatalogModel, links
+from memfit.catalog.machines import find_machine
 from memfit.core import units
 from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.plan.step_time.communication.collectives import Collective, Group, collective_seconds
@@ -37,8 +38,13 @@ def find_models(search: str, *, family: str = "", up_to: str = "") -> tuple[Cata
 
 
 def find_devices(search: str, *, vendor: str = "", at_least: str = "") -> tuple[Device, ...]:
-    """Catalogue rows in which every word of `search` occurs; UnknownName when there is none."""
+    """Catalogue rows in which every word of `search` occurs; UnknownName when there is none.
+
+    Of a seller's machine, such as `p4d.24xlarge`, the row of its devices.
+    """
     least = units.parse_bytes(at_least) if at_least else 0
+    if machine := find_machine(search):
+        search = machine.device
     rows = [
         row
         for row in catalog.devices()

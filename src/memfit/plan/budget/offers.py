@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from memfit.catalog import CatalogModel, find_device, find_model, models
+from memfit.catalog.machines import find_machine
 from memfit.catalog.prices import choose_price
 from memfit.core import units
+from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest
 from memfit.families import families
 from memfit.plan.budget.budget import ASSUMED_MFU
@@ -112,23 +114,24 @@ class Offers(Record, frozen=True, kw_only=True):
 def read_offers(text: str) -> tuple[Offer, ...]:
     """`h100-sxm:8,rtx-4090:4x2` -> offers with the catalogue's ids; a bare name is one device.
 
-    `4x2` is 4 machines of 2 devices each. Raises InvalidRequest or UnknownName: not a name and a
+    `4x2` is 4 machines of 2 devices each; 8xH100 and a seller's machine are read too. Raises InvalidRequest or UnknownName: not a name and a
     whole number above 0, named twice.
     """
     found = []
     for piece in text.split(","):
-        name, colon, number = piece.strip().partition(":")
-        nodes, times, each = number.rpartition("x")
-        numbers = [each, *([nodes] if times else [])] if colon else []
-        if not name or not all(n.isdecimal() and int(n) > 0 for n in numbers):
+        written = read_devices(piece)
+        if not written.name or ":" in written.name:
             raise InvalidRequest(
                 f"cannot read `{piece.strip()}` as an offer of devices",
                 hint="write a device and how many: `h100-sxm:8,a100-sxm-80:64`;"
                 " `rtx-4090:4x2` is 4 machines of 2",
             )
-        count = int(each or 1) * int(nodes or 1)
-        device = find_device(name).id
-        found.append(Offer(device=device, count=count, nodes=int(nodes or 0)))
+        device, nodes = find_device(written.name).id, written.nodes
+        count = (written.number or 1) * (nodes or 1)
+        if machine := find_machine(written.name):
+            nodes = count if count > 1 or machine.count > 8 else 0  # the usual size holds 8
+            count *= machine.count
+        found.append(Offer(device=device, count=count, nodes=nodes))
     if len(set(found)) < len(found):
         raise InvalidRequest(f"`{text}` names an offer twice")
     return tuple(found)
