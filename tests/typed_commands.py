@@ -8,7 +8,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from memfit.cli.app import app, run
+from memfit.cli.app import run_words
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {
@@ -43,7 +43,7 @@ def quick(*arguments):
     runner = CliRunner()
     with runner.isolation() as streams:
         words = [str(a) for a in arguments]
-        code.append(run(lambda: app.main(words, prog_name="memfit", standalone_mode=False)))
+        code.append(run_words(words))
         return code[0], streams[0].getvalue().decode(), streams[1].getvalue().decode()
 
 

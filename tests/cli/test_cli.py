@@ -542,7 +542,7 @@ def test_the_next_command_can_be_typed(tmp_path, request_file, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, out, _ = quick("plan", "request.yaml", "--set", "task.global_batch=8", "--memory", "2 GiB")
     (line,) = [line.strip() for line in out.splitlines() if line.startswith("  memfit ")]
-    assert line == "memfit certify request.yaml --memory '2 GiB' --set task.global_batch=8"
+    assert line == "memfit certify request.yaml --memory '2 GiB' --global-batch 8"
 
 
 def test_every_verb_has_help_and_json():
@@ -698,7 +698,7 @@ def test_offers_on_which_nothing_fits_exit_with_3():
     [
         (["--devices", "h100-sxm:8", "--device", "h100-sxm"], "both say where to train"),
         (["--devices", "h100-sxm:8", "--why-not", "micro_batch=2"], "asks about one offer"),
-        (["--devices", "h100-sxm:0"], "cannot read `h100-sxm:0` as an offer"),
+        (["--devices", "h100-sxm:0"], "`h100-sxm:0` names no device"),
     ],
 )
 def test_questions_that_exclude_each_other(options, message):

@@ -19,6 +19,7 @@ WORDS = {
     "seq_len": "8k", "batch": 2, "tokens": "50M", "epochs": 1.5, "data": "x.jsonl",
     "objective": "sft", "steps": 30, "lora_rank": 8, "precision": "bf16",
     "optimizer": "adamw8bit", "framework": "trl", "save_every": 50, "evaluate_every": 20,
+    "lr": 2e-4, "seed": 3, "global_batch": 16,
 }  # fmt: skip
 READ = {"seq_len": 8192, "tokens": 50_000_000}
 
@@ -134,11 +135,15 @@ def test_a_wrong_flag_is_one_error(words, said):
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["--model-max-length", "4096"], "that is `--seq-len TOKENS` here"),
+        (["--model-max-length", "4096"], "that is `--seq-len 4096` here"),
         (["--load-in-8bit"], "that is `--set base_format=int8 --method lora` here"),
         (["--use-peft"], "that is `--method lora` here"),
         (["--gradient-checkpointing"], "that is `--set recompute=full` here"),
-        (["--learning-rate", "1e-4"], "that is `--set optimizer.learning_rate=…` here"),
+        (["--max-grad-norm", "0.5"], "that is `--set optimizer.clip_norm=0.5` here"),
+        (["--max-grad-norm"], "that is `--set optimizer.clip_norm=…` here"),
+        (["--lr_scheduler_type=cosine"], "that is `--set optimizer.schedule=cosine` here"),
+        (["--gradient-accumulation-steps", "4"], "those of a micro-batch x 4 x devices"),
+        (["--report-to", "wandb"], "that is `--set 'run.trackers=[wandb]'` here"),
         (["--output-dir", "x"], "`--folder runs/first`"),
         (["--no-such-flag"], "`memfit plan --help`"),
         (["--gpu", "rtx", "3090"], 'a name of several words stands in quotes, as `"llama 8b"`'),
@@ -148,6 +153,7 @@ def test_an_option_of_another_trainer_is_answered(words, hint):
     code, out, err = quick("plan", "gpt2", *words)
     assert (code, out) == (2, "")
     assert f"hint: {hint}" in err or hint in err
+    assert "Did you mean" not in err  # what click guesses by letters, where the answer is known
 
 
 def test_a_name_of_several_words_needs_no_quotes():

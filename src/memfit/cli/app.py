@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import takewhile
+from typing import Any
 
 import click
 
@@ -138,16 +139,17 @@ def app(ctx: click.Context) -> None:
 def run_words(words: list[str]) -> int:
     """Run one command line; returns its exit code."""
     open_closed_streams()
-    return run(lambda: app.main(words, prog_name="memfit", standalone_mode=False))
+    return run(lambda: app.main(words, prog_name="memfit", standalone_mode=False), words)
 
 
-def run(work: Callable[[], object]) -> int:
+def run(work: Callable[[], object], words: Sequence[str] = ()) -> int:
     """Run a verb and turn whatever leaves it into one clear message and an exit code.
 
+    words: what was typed, of which hints speak.
     A reader that has seen enough changes nothing: the work goes on to its end and its code is true.
     """
     with guarded_output() as (out, err):
-        code = _run(work)
+        code = _run(work, words)
         out.flush()
         if out.is_lost and not code:
             assert out.error is not None
@@ -156,7 +158,7 @@ def run(work: Callable[[], object]) -> int:
         return code
 
 
-def _run(work: Callable[[], object]) -> int:
+def _run(work: Callable[[], object], words: Sequence[str]) -> int:
     try:
         done = work()
         return done if isinstance(done, int) else 0
@@ -167,7 +169,7 @@ def _run(work: Callable[[], object]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted", "", INTERRUPTED)
     except click.UsageError as error:
-        return _say(" ".join(error.format_message().split()), _help_of(error), error.exit_code)
+        return _say(*_describe_usage(error, words), error.exit_code)
     except click.ClickException as error:
         return _say(error.format_message(), "", error.exit_code)
     except Error as error:
@@ -201,15 +203,36 @@ def _read_code(code: object) -> int:
     return _say(str(code), "", 1)
 
 
-def _help_of(error: click.UsageError) -> str:
+def _describe_usage(error: click.UsageError, words: Sequence[str]) -> tuple[str, str]:
+    """The message and the hint of a command line that cannot be read."""
+    message = " ".join(error.format_message().split())
     shown = f"`{error.ctx.command_path} --help`" if error.ctx else "`memfit --help`"
-    if isinstance(error, click.NoSuchOption) and (own := _describe_option(error.option_name)):
-        return f"{own}; {shown}"
-    if isinstance(error, click.MissingParameter) and error.ctx:
-        return f"it is typed as `{_type_usage(error)}`; {shown}"
-    if "unexpected extra argument" in error.format_message():
-        return f'a name of several words stands in quotes, as `"llama 8b"`; {shown}'
-    return shown
+    if isinstance(error, click.NoSuchOption):
+        if own := _describe_option(error.option_name, _typed_value(error.option_name, words)):
+            # click's own guesses are by letters, and the answer is known
+            return f"No such option '{error.option_name}'.", f"{own}; {shown}"
+    elif isinstance(error, click.MissingParameter) and error.ctx:
+        return message, f"it is typed as `{_type_usage(error)}`; {shown}"
+    elif "unexpected extra argument" in message:
+        return message, f'a name of several words stands in quotes, as `"llama 8b"`; {shown}'
+    return message, shown
+
+
+def _typed_value(name: str, words: Sequence[str]) -> Any:
+    """What was typed behind an option, as YAML reads it; True where nothing was."""
+    from memfit.cli.options import read_value
+
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
+        own, equals, _ = word.replace("_", "-").partition("=")
+        if own == name.replace("_", "-"):
+            if not equals and following.startswith("-"):
+                return True
+            text = word.partition("=")[2] if equals else following
+            try:
+                return read_value(own, text)
+            except InvalidRequest:
+                return text
+    return True
 
 
 def _type_usage(error: click.MissingParameter) -> str:
@@ -222,21 +245,24 @@ def _type_usage(error: click.MissingParameter) -> str:
     return " ".join(words)
 
 
-def _describe_option(name: str) -> str:
-    """How an option of another trainer is typed here; "" for one of no known trainer."""
+def _describe_option(name: str, typed: Any) -> str:
+    """How an option of another trainer is typed here; "" for one of no known trainer.
+
+    typed: its value, or True where none was typed.
+    """
     from memfit.files.flags import find_flag, type_key
     from memfit.records.other_words import WORDS
 
     word = WORDS.get(name.lstrip("-").replace("-", "_"))
-    answer = word(True) if word else None
+    answer = word(typed) if word else None
     if not answer:
         return ""
-    typed = []
+    here = []
     for key, value in answer.changes.items():
         flag = find_flag(key)
         open_ = f"--{flag.names[0]} {flag.metavar}" if flag else f"--set {key}=…"
-        typed.append(open_ if value is True else shlex.join(type_key(key, value)))
-    return f"that is `{' '.join(typed)}` here" if typed else answer.note
+        here.append(open_ if value is True else shlex.join(type_key(key, value)))
+    return f"that is `{' '.join(here)}` here" if here else answer.note
 
 
 def _say(message: str, hint: str, code: int) -> int:

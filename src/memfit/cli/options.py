@@ -27,7 +27,7 @@ Changes = dict[str, Any]
 # what YAML 1.2 reads as it stands; its reader takes 30 ms to start
 WORD, NUMBER = re.compile(r"[A-Za-z][A-Za-z0-9_-]*"), re.compile(r"0|[1-9][0-9]*")
 POWER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?[eE]\+?[0-9]{1,2}")  # `1e9` tokens are a whole number
-DECIMAL = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?")
+DECIMAL = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?([eE][+-]?[0-9]{1,2})?")
 VALUE = "it"
 PLACE = re.compile(r"^it line \d+, column \d+: ")
 SPECIAL = ("true", "false", "null")
@@ -131,7 +131,10 @@ def _read_flag(_: click.Context, __: click.Parameter, value: str | None) -> Any:
         return None
     if len(value) <= DIGITS and NUMBER.fullmatch(value.removeprefix("-")):
         return int(value)
-    return float(value) if DECIMAL.fullmatch(value) else value
+    if not DECIMAL.fullmatch(value):
+        return value
+    number = float(value)  # `1e3` steps are a whole number
+    return int(number) if "e" in value.lower() and number.is_integer() else number
 
 
 def output_options(function: F) -> F:

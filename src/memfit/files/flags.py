@@ -31,7 +31,7 @@ class Flag(NamedTuple):
     @property
     def number(self) -> bool:
         """Whether a number alone is a value of it."""
-        return self.metavar in ("N", "TOKENS", "ROWS", "COUNT")
+        return self.metavar in ("N", "TOKENS", "ROWS", "COUNT", "RATE")
 
     @property
     def parameter(self) -> str:
@@ -60,6 +60,8 @@ FLAGS = (
     Flag(("batch", "micro-batch", "batch-size", "micro-batch-size",
           "per-device-train-batch-size"),
          "micro_batch", "ROWS", "rows of a micro-batch on each device"),
+    Flag(("global-batch", "global-batch-size"), "task.global_batch", "ROWS",
+         "rows of an optimizer step, of all devices"),
     Flag(("steps", "max-steps"), "task.steps", "N", "optimizer steps"),
     Flag(("tokens",), "task.tokens", "COUNT", "tokens to train on, such as 50M"),
     Flag(("epochs", "num-train-epochs"), "task.epochs", "N", "passes over the data"),
@@ -79,6 +81,8 @@ FLAGS = (
     Flag(("precision", "mixed-precision"),
          "precision", "NAME", "fp32, bf16, bf16-mixed, fp16-mixed, …", words=True),
     Flag(("optimizer", "optim"), "optimizer.name", "NAME", "adamw, adamw8bit, muon, …", words=True),
+    Flag(("lr", "learning-rate"), "optimizer.learning_rate", "RATE", "such as 2e-4"),
+    Flag(("seed",), "seed", "N", "of weights, data and sampling"),
     Flag(("framework", "trainer"), "framework", "NAME",
          "whose step it is: memfit, trl, hf-trainer, torchtitan, megatron, …", words=True),
 )  # fmt: skip

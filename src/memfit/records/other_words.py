@@ -364,9 +364,10 @@ WORDS: dict[str, Word] = {
          "special_tokens", "trust_remote_code", "do_train", "overwrite_output_dir"),
         _UNSEEN,
     ),
-    "output_dir": _FOLDER, "folder": _FOLDER,
+    "output_dir": _FOLDER, "folder": _FOLDER, "out": _FOLDER, "output": _FOLDER,
+    "name": _FOLDER,
     **dict.fromkeys(("interleave_probs", "mix_strategy", "dataset_mixture"), _MIXTURE),
-    "resume_from_checkpoint": _RESUME, "auto_resume_from_checkpoints": _RESUME,
+    "resume": _RESUME, "resume_from_checkpoint": _RESUME, "auto_resume_from_checkpoints": _RESUME,
 }  # fmt: skip
 
 

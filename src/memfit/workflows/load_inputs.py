@@ -87,7 +87,8 @@ def place_devices(data: Mapping[str, Any]) -> Mapping[str, Any]:
         if str(hardware.get(key, value)) not in (str(value), str(written.number)):
             raise InvalidRequest(
                 f"`hardware.device: {device}` and `hardware.{key}: {hardware[key]}` disagree",
-                hint=f"write `{machine.device if machine else written.name}` and keep `hardware.{key}`, or leave that key out",
+                hint=f"write `{machine.device if machine else written.name}` and keep"
+                f" `hardware.{key}`, or leave that key out",
             )
     return {**data, "hardware": {**hardware, "device": written.name, **placed}}
 

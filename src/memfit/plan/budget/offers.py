@@ -114,8 +114,8 @@ class Offers(Record, frozen=True, kw_only=True):
 def read_offers(text: str) -> tuple[Offer, ...]:
     """`h100-sxm:8,rtx-4090:4x2` -> offers with the catalogue's ids; a bare name is one device.
 
-    `4x2` is 4 machines of 2 devices each; 8xH100 and a seller's machine are read too. Raises InvalidRequest or UnknownName: not a name and a
-    whole number above 0, named twice.
+    `4x2` is 4 machines of 2 devices each; `8xH100` and a seller's machine are read too. Raises
+    InvalidRequest or UnknownName: not a name and a whole number above 0, named twice.
     """
     found = []
     for piece in text.split(","):
