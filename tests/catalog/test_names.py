@@ -390,7 +390,7 @@ def test_every_machine_names_a_device_by_its_id():
     for name, machine in machines._machines().items():
         assert machines.find_machine(name.upper()) == machine, name  # the guard lets it through
         assert machine.device in ids
-        assert 1 <= machine.count <= 16
+        assert 1 <= machine.devices <= 16
 
 
 def test_a_machine_and_a_number_of_devices():

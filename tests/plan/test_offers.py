@@ -173,7 +173,7 @@ def test_the_published_example_of_a_13b_model_that_serves_two_trillion_tokens(mo
 
 @pytest.mark.parametrize("text", ["h100-sxm:0", "h100-sxm:", ":8", "h100-sxm:x", "h100-sxm:8,,l4"])
 def test_an_offer_that_cannot_be_read_is_named(text):
-    with pytest.raises(InvalidRequest, match="as an offer of devices|names no device"):
+    with pytest.raises(InvalidRequest, match=r"as an offer of devices|names no device"):
         read_offers(text)
 
 

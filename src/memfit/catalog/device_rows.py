@@ -46,7 +46,7 @@ def _find_id(name: str, now: Stamp) -> str:
 def describe(name: str) -> str:
     """Which row is taken for a name that several have, in words; "" for a name of one row."""
     if machine := find_machine(name):
-        return f"`{name}` of {machine.seller} has {machine.count} x `{machine.device}`"
+        return f"`{name}` of {machine.seller} has {machine.devices} x `{machine.device}`"
     now = _now()
     try:
         _DEVICES.find(name, also=_own_names())

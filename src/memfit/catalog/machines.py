@@ -14,10 +14,10 @@ _ALIKE = re.compile(r"[a-z]+\d\S*[.\-_]\S+")  # the table is not opened for `a10
 
 
 class Machine(NamedTuple):
-    """What one machine has: `count` of a device, by its id."""
+    """What one machine has: so many of a device, which is named by its id."""
 
     device: str
-    count: int
+    devices: int
     seller: str
 
 

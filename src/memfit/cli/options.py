@@ -247,7 +247,7 @@ def _as_many(machine: str, device: str) -> str:
     from memfit.catalog.machines import find_machine  # the catalogue, which `--help` does without
 
     found = find_machine(machine)
-    return f"{device}:{found.count}" if found else device
+    return f"{device}:{found.devices}" if found else device
 
 
 def type_request(request: Request, changes: Mapping[str, Any]) -> str:

@@ -72,7 +72,7 @@ def place_devices(data: Mapping[str, Any]) -> Mapping[str, Any]:
     written = read_devices(device)
     machine = find_machine(written.name)
     if machine:
-        placed = {"count": machine.count, "nodes": written.number or hardware.get("nodes", 1)}
+        placed = {"count": machine.devices, "nodes": written.number or hardware.get("nodes", 1)}
     elif not written.number:
         return data
     elif written.nodes or "nodes" in hardware:

@@ -129,8 +129,8 @@ def read_offers(text: str) -> tuple[Offer, ...]:
         device, nodes = find_device(written.name).id, written.nodes
         count = (written.number or 1) * (nodes or 1)
         if machine := find_machine(written.name):
-            nodes = count if count > 1 or machine.count > 8 else 0  # the usual size holds 8
-            count *= machine.count
+            nodes = count if count > 1 or machine.devices > 8 else 0  # the usual size holds 8
+            count *= machine.devices
         found.append(Offer(device=device, count=count, nodes=nodes))
     if len(set(found)) < len(found):
         raise InvalidRequest(f"`{text}` names an offer twice")
