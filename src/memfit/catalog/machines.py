@@ -14,7 +14,7 @@ _ALIKE = re.compile(r"[a-z]+\d\S*[.\-_]\S+")  # the table is not opened for `a10
 
 
 class Machine(NamedTuple):
-    """What one machine has: so many of a device, which is named by its id."""
+    """What one machine has: the id of its device, and how many of it."""
 
     device: str
     devices: int
