@@ -6,9 +6,11 @@
 Each cell is one request as a new user would write it: a catalogue model, a place, a method, whose
 step. Its answer is judged: a crash, a refusal without a hint or one that names a knob which the
 request left on `auto`, numbers that cannot be, and a plan.json that is predicted as another plan
-are faults. `bench/results/journeys.txt` has the answer of every cell, a line for each model and
-framework, so that a run goes on where the one before ended; `bench/results/journeys.json` has the
-counts, the reasons and the number of cells.
+are faults. Cells are asked in rounds, each of which has cells of every model, so that a run that
+is stopped has asked about all of them. `bench/results/journeys.txt` has the answer of every cell, a
+line for each model and framework, so that a run goes on where the one before ended;
+`bench/results/journeys.json` has the counts, the reasons, the number of cells and the commits under
+which they were asked.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import argparse
 import hashlib
 import json
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +57,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 CODES = {"fits": "F", "at_risk": "T", "does_not_fit": "D", "unproven": "U", "crashed": "X"}
 SAVED_EACH = 60.0  # seconds
+ROUNDS = 16  # in which cells are asked, each of them spread over all models
 NOT_ASKED, REFUSED = "-", "r"  # a refusal is `r` and the number of its reason
 FRAMEWORKS = ("memfit", "hf-trainer", "trl", "torchtitan", "megatron", "deepspeed")
 # bytes of a stored weight, the least that any storage of the method takes: nf4 has half a byte
@@ -86,7 +91,7 @@ class Answer(NamedTuple):
     outcome: str
     because: str  # of a refusal or a crash, without its names and numbers
     faults: tuple[str, ...]
-    seconds: float  # 0 of an earlier run's
+    seconds: float  # of CPU; 0 of an earlier run's
 
 
 def cells() -> list[Cell]:
@@ -100,10 +105,15 @@ def cells() -> list[Cell]:
     ]
 
 
+def in_rounds() -> list[Cell]:
+    """The same cells in the order in which they are asked."""
+    return sorted(cells(), key=lambda cell: cell.share % ROUNDS)
+
+
 def ask(cell: Cell) -> Answer:
     """Plan one cell in this process, and judge the answer."""
     keys = cell.keys
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         request = api.read(keys["model"], changes={k: v for k, v in keys.items() if k != "model"})
         plan = api.plan(request, levers=False)
@@ -116,7 +126,9 @@ def ask(cell: Cell) -> Answer:
     else:
         outcome, because = plan.memory.verdict, ""
         faults = [*judge_plan(plan, cell.method), *judge_again(plan)]
-    return Answer(outcome, because, tuple(faults), round(time.perf_counter() - started, 3))
+    return Answer(
+        outcome, because, tuple(faults), max(0.001, round(time.process_time() - started, 3))
+    )
 
 
 def judge_refusal(error: Error, keys: dict[str, Any]) -> list[str]:
@@ -203,7 +215,9 @@ def sum_up(lines: dict[Cell, Answer], before: dict[str, Any]) -> dict[str, Any]:
             found.setdefault(getattr(cell, axis), Counter())[answer.outcome] += 1
     refused = Counter(a.because for a in lines.values() if a.outcome == "refused")
     own = sorted(answer.seconds for answer in lines.values() if answer.seconds)
-    seconds = {"of": len(own), "median": own[len(own) // 2], "most": own[-1]} if own else {}
+    mean = round(sum(own) / max(len(own), 1), 3)
+    middle, most = (own[len(own) // 2], own[-1]) if own else (0.0, 0.0)
+    seconds = {"of": len(own), "mean": mean, "median": middle, "most": most} if own else {}
     faults = [(cell, fault) for cell, answer in lines.items() for fault in answer.faults]
     return {
         "memfit": __version__,
@@ -216,7 +230,23 @@ def sum_up(lines: dict[Cell, Answer], before: dict[str, Any]) -> dict[str, Any]:
         "by": {axis: {n: dict(sorted(c.items())) for n, c in f.items()} for axis, f in by.items()},
         "refused": {because: refused[because] for because in _reasons(lines, before)},
         "seconds": seconds or before.get("seconds", {}),
+        "commits": count_commits(len(own), before),
     }
+
+
+def count_commits(asked: int, before: dict[str, Any]) -> dict[str, int]:
+    """How many cells were asked under each commit; asked: by this run."""
+    found = dict(before.get("commits", {}))
+    if asked:
+        found[find_commit()] = asked + found.get(find_commit(), 0)
+    return found
+
+
+@cache
+def find_commit() -> str:
+    """The commit of this run, which a later one does not rename."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _reasons(lines: dict[Cell, Answer], before: dict[str, Any]) -> list[str]:
@@ -280,7 +310,9 @@ def main() -> int:
         known = read_table(TABLE.read_text(), before)
     until = time.monotonic() + 60 * args.minutes
     saved = time.monotonic()
-    for cell in cells():
+    earlier = {"commits": before.get("commits", {})}
+    find_commit()
+    for cell in in_rounds():
         answer = known.get(cell)
         keep = answer is not None and not (args.again and answer.faults)
         if keep or args.models not in cell.model or cell.share % args.every:
@@ -293,7 +325,7 @@ def main() -> int:
         for fault in answer.faults:
             print(" | ".join(cell), fault, sep=": ", flush=True)
         if time.monotonic() > saved + SAVED_EACH:
-            before, saved = save(known, before), time.monotonic()
+            before, saved = save(known, before) | earlier, time.monotonic()
     summary = save(known, before)
     print({key: summary[key] for key in ("cells", "of", "crashes", "outcomes", "seconds")})
     return 1 if summary["faults"] else 0
