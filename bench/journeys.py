@@ -4,13 +4,13 @@
     python bench/journeys.py --models gemma  # only models whose name has that
 
 Each cell is one request as a new user would write it: a catalogue model, a place, a method, whose
-step. Its answer is judged: a crash, a refusal without a hint or one that names a knob which the
-request left on `auto`, numbers that cannot be, and a plan.json that is predicted as another plan
-are faults. Cells are asked in rounds, each of which has cells of every model, so that a run that
-is stopped has asked about all of them. `bench/results/journeys.txt` has the answer of every cell, a
-line for each model and framework, so that a run goes on where the one before ended;
-`bench/results/journeys.json` has the counts, the reasons, the number of cells and the commits under
-which they were asked.
+step. It is planned as `memfit plan` plans what is typed, without levers and ways out. Its answer is
+judged: a crash, a refusal without a hint or one that names a knob which the request left on `auto`,
+numbers that cannot be, and a plan.json that is predicted as another plan are faults. Cells are
+asked in rounds, each of which has cells of every model, so that a run that is stopped has asked
+about all of them. `bench/results/journeys.txt` has the answer of every cell, a line for each model
+and framework, so that a run goes on where the one before ended; `bench/results/journeys.json` has
+the counts, the reasons, the number of cells and the commits under which they were asked.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ import msgspec
 
 from memfit import __version__, api, catalog, families
 from memfit.core.errors import Error
+from memfit.plan.request.problem import read_problem
+from memfit.plan.search.search import search_briefly
 from memfit.records.request import Request
 from memfit.records.results import Plan
 
@@ -116,7 +118,7 @@ def ask(cell: Cell) -> Answer:
     started = time.process_time()
     try:
         request = api.read(keys["model"], changes={k: v for k, v in keys.items() if k != "model"})
-        plan = api.plan(request, levers=False)
+        plan = search_briefly(read_problem(request)).plan
     except Error as error:
         outcome, because = "refused", sort_reason(error.message)
         faults = judge_refusal(error, keys)

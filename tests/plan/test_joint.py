@@ -15,7 +15,7 @@ from memfit.plan.request.problem import find_usable, read_problem
 from memfit.plan.request.wording import state
 from memfit.plan.search import exhaustive
 from memfit.plan.search.candidates import span
-from memfit.plan.search.search import predict_request
+from memfit.plan.search.search import _find_best, predict_request
 from memfit.plan.step_time.read import read_setting, time_recipes
 from memfit.plan.step_time.step import predict_step
 from memfit.records import from_data
@@ -26,6 +26,7 @@ LLAMA = {
     "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16,
     "num_key_value_heads": 4, "max_position_embeddings": 8192,
 }  # fmt: skip
+SMALL = {**LLAMA, "num_hidden_layers": 2}
 MIXTRAL = {**LLAMA, "name": "mixtral", "model_type": "mixtral", "num_local_experts": 8,
     "num_experts_per_tok": 2}  # fmt: skip
 
@@ -37,6 +38,27 @@ def ask(model=LLAMA, framework="megatron", count=4, batch=8, memory="", **more):
         "limits": {"memory": memory}, **more,
     }  # fmt: skip
     return from_data(request, Request, source="test")
+
+
+@pytest.mark.parametrize("memory", ["4 GiB", "12 GiB", "60 GiB"])
+@pytest.mark.parametrize(("framework", "count"), [("trl", 1), ("hf-trainer", 2), ("deepspeed", 2)])
+def test_a_brief_search_predicts_less_and_chooses_the_same(framework, count, memory, monkeypatch):
+    """What fits, at risk, or does not fit; of what fits, nothing that is slower is predicted."""
+    problem = read_problem(ask(SMALL, framework, count, memory=memory))
+    asked = []
+    predict = type(problem.framework).predict
+    monkeypatch.setattr(
+        type(problem.framework), "predict", lambda *own: asked.append(own) or predict(*own)
+    )
+    whole = _find_best(problem).plan
+    every = len(asked)
+    brief = _find_best(replace(problem, brief=True)).plan
+    assert replace(brief, considered=()) == replace(whole, considered=())
+    assert [row for row in whole.considered if row.chosen] == [
+        row for row in brief.considered if row.chosen
+    ]
+    few = len(asked) - every
+    assert few < every / 2 if whole.memory.verdict == "fits" else few < every
 
 
 def one_by_one(request):

@@ -154,11 +154,12 @@ class Space(NamedTuple):
         return Job(model=self.model, recipe=recipes, device=self.device)
 
 
-def span(request: Request, device: Device | None = None) -> Space:
+def span(request: Request, device: Device | None = None, *, predicts: bool = True) -> Space:
     """The candidates of a request for a step whose bytes are a closed form.
 
-    device: None looks it up. Raises InvalidRequest: what the request states excludes every
-    candidate; the error is the sentence of the rule that removed the last of them.
+    device: None looks it up. predicts: False leaves in what only its own prediction refuses, where
+    candidates are predicted one by one. Raises InvalidRequest: what the request states excludes
+    every candidate; the error is the sentence of the rule that removed the last of them.
     """
     framework = find_framework(request.framework)
     device = device or find_device(request.hardware.device)
@@ -187,7 +188,9 @@ def span(request: Request, device: Device | None = None) -> Space:
         if not length(own):
             continue
         part = _part(request, recipe, framework, own)
-        parts.append(part if framework.arrays else _described(part, framework, job, removed))
+        if not framework.arrays:
+            part = _described(part, framework, job, removed, predicts=predicts)
+        parts.append(part)
     parts = [part for part in parts if part.size]
     if not parts:
         refuse(removed)
@@ -392,9 +395,11 @@ def _part(request: Request, recipe: Recipe, framework: Framework, table: Columns
     return Part(recipe, own, table[LONGEST] + 1, table[TAIL], True)
 
 
-def _described(part: Part, framework: Framework, job: Job, removed: dict[str, Removed]) -> Part:
+def _described(
+    part: Part, framework: Framework, job: Job, removed: dict[str, Removed], *, predicts: bool
+) -> Part:
     """The candidates that a framework whose rules are not for arrays describes: each is checked,
-    and one of each mesh is predicted.
+    and if it `predicts`, one of each mesh is predicted.
 
     What a prediction refuses depends on the mesh and on whether gradients accumulate, not on how
     many rows a micro-batch has.
@@ -407,7 +412,7 @@ def _described(part: Part, framework: Framework, job: Job, removed: dict[str, Re
     for row in range(part.size):
         one = structs.replace(job, recipe=pick(many, row))
         error = _refusal(framework.check, one)
-        if error is None and not framework.memory_unknown:
+        if error is None and predicts and not framework.memory_unknown:
             kind = one.recipe.parallel, one.recipe.accumulation > 1
             if kind not in refused:
                 refused[kind] = _refusal(framework.predict, one)

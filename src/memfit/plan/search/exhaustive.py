@@ -2,12 +2,16 @@
 
 Every candidate of the space is predicted, memory and time, up to `WHOLE` of them. Of a larger space
 those are, of each mesh and batch, that fit with the least recomputing (`fitting`): more recomputing
-never makes a step faster, so that the fastest is the same. Nothing is estimated.
+never makes a step faster, so that the fastest is the same. Nothing is estimated. Where the chosen
+candidate alone is needed, and each is simulated by itself, the fastest come first, and what is
+slower than one that fits is not predicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from msgspec import structs
@@ -15,7 +19,7 @@ from msgspec import structs
 from memfit.core import units
 from memfit.core.errors import InvalidRequest, MemoryUnknown
 from memfit.plan.budget.limits import find_excess, find_unjudged
-from memfit.plan.frameworks.shared.columns import find_distinct, pick
+from memfit.plan.frameworks.shared.columns import find_distinct, pick, take
 from memfit.plan.memory.bounds import find_bounds
 from memfit.plan.memory.declared import (
     describe_ledger,
@@ -76,12 +80,20 @@ class Exhaustive(Explorer):
 
     def find_best(self, problem: Problem) -> Found:
         """See `Explorer.find_best`."""
+        if is_lazy(problem):
+            try:
+                return self._find_best(problem)
+            except InvalidRequest:  # of a prediction too: which ones are left is found beforehand
+                problem = structs.replace(problem, brief=False)
+        return self._find_best(problem)
+
+    def _find_best(self, problem: Problem) -> Found:
         whole = best = explore_all(problem, problem.request.with_batch)
         for fewer in _fewer(whole.request):
             if not best.found.fitting or least_seconds(best, fewer.devices) >= best.chosen.seconds:
                 break
             try:
-                space = span(fewer, problem.device)
+                space = span(fewer, problem.device, predicts=not is_lazy(problem))
             except InvalidRequest:
                 continue
             if any_faster(space, problem.usable, best.chosen.seconds):
@@ -154,8 +166,15 @@ def explore_all(problem: Problem, request: Request) -> Explored:
 
     request: the problem's own, or one of it for fewer devices.
     """
-    space = span(request, problem.device)
-    return Explored(request, space, problem.usable, explore(space, problem.usable))
+    lazy = is_lazy(problem)
+    space = span(request, problem.device, predicts=not lazy)
+    found = (explore_lazily if lazy else explore)(space, problem.usable)
+    return Explored(request, space, problem.usable, found)
+
+
+def is_lazy(problem: Problem) -> bool:
+    """Whether the chosen candidate is enough, and each prediction takes a simulation."""
+    return problem.brief and not problem.framework.arrays
 
 
 def _fewer(request: Request) -> Iterator[Request]:
@@ -219,6 +238,28 @@ def explore(space: Space, usable: int | None) -> Outcome:
     return _gather(slices(space), usable, space.size)
 
 
+def explore_lazily(space: Space, usable: int | None) -> Outcome:
+    """As `explore`, of what fits the chosen one alone: nothing is predicted that is slower."""
+    import numpy
+
+    parts = [recipes for part in space.parts for recipes in part.slices()]
+    seconds = [time_recipes(recipes, space.model, space.device) for recipes in parts]
+    bytes_ = [numpy.zeros((4, len(own)), numpy.int64) for own in seconds]
+    places = [(own, at, row) for at, every in enumerate(seconds) for row, own in enumerate(every)]
+    for _, alike in groupby(sorted(places), itemgetter(0)):
+        points: list[Point] = []
+        for at, own in groupby(alike, itemgetter(1)):
+            rows = [row for _, _, row in own]
+            found = _predict(space, take(parts[at], rows), seconds[at][rows])
+            bytes_[at][:, rows] = found[1:5]
+            points += found.fastest(usable, "fits")
+        if points:
+            fastest = min(points, key=lambda point: point[:2])
+            return Outcome([fastest], [], [], [], fastest, space.size)
+    whole = (Slice(*each) for each in zip(parts, *zip(*bytes_, strict=True), seconds, strict=True))
+    return _gather(whole, usable, space.size)
+
+
 def _gather(candidates: Iterable[Slice], usable: int | None, size: int) -> Outcome:
     fitting: dict[tuple[int, ...], Point] = {}
     risky: dict[tuple[int, ...], Point] = {}
@@ -264,10 +305,12 @@ def without_recomputing(space: Space, seconds: float) -> Iterator[Slice]:
                 yield _predict(space, piece.only(fast.nonzero()[0]).choose_none())
 
 
-def _predict(space: Space, recipes: Recipe) -> Slice:
+def _predict(space: Space, recipes: Recipe, seconds: Any = None) -> Slice:
+    """seconds: of a step, where they are known."""
     peaks = space.framework.measure(space.job(recipes))
     bounds = find_bounds(space.framework, space.device, recipes.parallel, peaks.peak)
-    seconds = time_recipes(recipes, space.model, space.device)
+    if seconds is None:
+        seconds = time_recipes(recipes, space.model, space.device)
     known = (bounds.low, bounds.total, bounds.high)
     low, total, high = (peaks.peak if n is None else n for n in known)
     return Slice(recipes, peaks.allocated, low, total, high, seconds)
