@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from memfit.allocator.caching import CachingAllocator
+from memfit.allocator.settings import Settings
+from memfit.certify.tracing.workspace import RULES
+from memfit.meta import workspace
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 from on_gpu import kernels  # noqa: E402
@@ -23,18 +28,31 @@ ROWS = {
     if row["slice"] == "kernels" and row["name"].startswith("kernel: ") and "operators" in row
 }
 ROUNDING = 1024  # the allocator gives multiples of 512 bytes, and a rule names one allocation
-# Operators whose bytes the rules do not say: what is known of them, and of the sign of the error.
-UNKNOWN = {
-    "efficient, bf16, wide heads": "dk and dv in parts: the rule counts all of them, 2.2 x as much",
-    "embedding": "a copy of an expanded gradient, which no step has, and what sorting takes",
-}
+MIB = 2**20
 
 
 @pytest.mark.parametrize(("device", "name"), sorted(ROWS), ids=str)
 def test_a_kernel_takes_what_its_rule_says(device, name):
-    if name in UNKNOWN:
-        pytest.skip(UNKNOWN[name])
     said = kernels.say(name, device)
     for operator in ROWS[device, name]:
         key = key_of(operator["operator"], operator["shapes"])
-        assert abs(said.get(key, 0) - operator["inside"]) <= ROUNDING, key
+        if operator["operator"] not in RULES:
+            assert operator["inside"] < MIB, key
+            continue
+        given = said[key] + left_over(operator)
+        assert abs(given - operator["inside"]) <= ROUNDING, key
+
+
+def left_over(operator) -> int:
+    """Bytes beyond those asked for that the allocator gave with an embedding's fp32 sums.
+
+    A block of that size comes from a segment of its own, of which less than a MiB would be left.
+    """
+    if operator["operator"] != "aten.embedding_dense_backward.default":
+        return 0
+    indices, rows, hidden = 8192, 32000, 1024  # `kernels.embed`
+    assert operator["shapes"] == [f"bfloat16 {indices}x{hidden}", f"int64 {indices}"]
+    narrow, wide = (workspace.embedding_backward(indices, rows, n) for n in (hidden, 2 * hidden))
+    allocator = CachingAllocator(Settings())
+    allocator.allocate(0, wide - narrow)
+    return allocator.peaks.allocated - (wide - narrow)

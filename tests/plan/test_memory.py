@@ -726,8 +726,9 @@ def test_plan_and_certificate_read_one_table_of_kernel_workspaces(rows, heads, d
     assert fused == workspace.efficient_forward(query.shape, 144, width)
     efficient = rules[attention.format("efficient")]([grad, query, key, value])
     assert efficient == workspace.efficient_backward(query.shape, 144, query.numel(), width)
-    assert rules["aten.embedding_dense_backward.default"]([grad, indices]) == (
-        workspace.embedding_backward(indices.numel(), grad.shape[-1])
+    contiguous = torch.empty(grad.shape, dtype=dtype, device="meta")
+    assert rules["aten.embedding_dense_backward.default"]([contiguous, indices, 5000]) == (
+        workspace.embedding_backward(indices.numel(), 5000, grad.shape[-1])
     )
     assert rules["aten._foreach_norm.Scalar"]([many]) == workspace.foreach_norm(
         [t.numel() for t in many]

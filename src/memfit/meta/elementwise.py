@@ -366,7 +366,7 @@ def _gather_backward(shape: Shape) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
         indices = node.unpack(0)
-        inside = embedding_backward(indices.numel, shape[-1]) if grad.meter.cuda else 0
+        inside = embedding_backward(indices.numel, *shape) if grad.meter.cuda else 0
         taken = workspace(grad.meter, inside)
         made = empty(grad.meter, shape, grad.dtype)
         del taken

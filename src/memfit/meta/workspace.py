@@ -13,6 +13,8 @@ from memfit.records.hardware import Device
 FP32, INT64 = 4, 8
 EMBEDDING_SORTED_ABOVE = 3072  # indices; up to here one kernel adds rows directly
 NORM_CHUNK = 65536  # elements that one block of a multi-tensor kernel reads
+EMBEDDING_SUMMED = 10  # gradients of one row that one partial sum takes
+LARGE_HEAD_PARTS = 200  # of keys, of all heads of a batch, where dk and dv have accumulators
 TILE_LOCK = 16  # bytes of lock and counter before each tile of the efficient kernel's accumulator
 LAYER_NORM_ROWS = 64 * 1024  # from more rows on, blocks share the columns of a gradient
 LAYER_NORM_GRID = 32 * 1024  # of those blocks there are at most this many
@@ -111,21 +113,23 @@ def cudnn_backward(query: Shape) -> int:
 def efficient_backward(query: Shape, value: int, gradient_numel: int, width: int) -> int:
     """Row sums of grad * out, and fp32 accumulators: of dq always, of dk and dv for large heads.
 
-    value: elements of a value's head. fp32 inputs: first the products of the row sums. Keys are
-    taken not to be split, as they are where a batch has few heads. Block sizes are those of the
-    largest tiles.
+    value: elements of a value's head. fp32 inputs: first the products of the row sums. 16-bit heads
+    above 128 elements do not fit into registers: each part of the keys then has one block of dk
+    and one of dv, and there are as many parts as blocks, but at most 200 of all heads. Block sizes
+    are those of the largest tiles.
     Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu,
     _efficient_attention_backward; mem_eff_attention/kernel_backward.h, workspace_size.
     """
     batch, heads, tokens, head = query
     rows = batch * heads * tokens * FP32
     height = 128 if width == 2 else 64
-    breadth = 128 if width == 2 and head > 64 else 64
+    breadth = 128 if width == 2 and 64 < max(head, value) <= height else 64
     tile = height * breadth * FP32 + TILE_LOCK
     accumulators = _blocks(tokens, height) * _blocks(head, breadth) * tile
-    if width == 2 and head > height:
+    if width == 2 and max(head, value) > height:
+        parts = max(1, min(_blocks(tokens, breadth), LARGE_HEAD_PARTS // (batch * heads)))
         columns = _round_up(head, height) + _round_up(value, height)
-        accumulators += _round_up(tokens, breadth) * columns * FP32
+        accumulators += parts * breadth * columns * FP32
     inside = rows + batch * heads * accumulators
     return inside if width == 2 else max(inside, rows * 2 + gradient_numel * FP32)
 
@@ -140,15 +144,20 @@ def efficient_forward(query: Shape, value: int, width: int) -> int:
     return batch * heads * tokens * value * FP32 if width == 2 and value > 128 else 0
 
 
-def embedding_backward(indices: int, hidden: int) -> int:
-    """One fp32 row an index and six index arrays, above 3072 indices.
+def embedding_backward(indices: int, rows: int, hidden: int) -> int:
+    """fp32 sums of up to 10 gradients each, six index arrays and two counts, above 3072 indices.
 
+    rows: of the weight. There are no more sums than all different indices need and one more for
+    every 10 indices; how many are used depends on values, all are allocated.
     Source: aten/src/ATen/native/cuda/Embedding.cu, embedding_dense_backward_cuda;
     EmbeddingBackwardKernel.cu, embedding_backward_cuda_kernel.
     """
     if indices <= EMBEDDING_SORTED_ABOVE:
         return 0
-    return indices * hidden * FP32 + 6 * indices * INT64
+    different = min(indices, rows)
+    sums = indices // EMBEDDING_SUMMED + different
+    arrays = (3 * indices + 2 * different + sums) * INT64
+    return sums * hidden * FP32 + arrays + 2 * SMALLEST
 
 
 def layer_norm_backward(

@@ -68,8 +68,10 @@ def _efficient_backward(args: Sequence[Any], _: Grid | None) -> int:
 
 
 def _embedding_backward(args: Sequence[Any], _: Grid | None) -> int:
-    """grad (…, hidden), indices."""
-    return table.embedding_backward(prod(_shape(args[1])), _shape(args[0])[-1])
+    """grad (…, hidden), indices, rows of the weight. A gradient that is expanded is copied."""
+    grad, indices, rows = args[:3]
+    copied = 0 if grad.is_contiguous() else grad.numel() * grad.element_size()
+    return copied + table.embedding_backward(prod(_shape(indices)), rows, _shape(grad)[-1])
 
 
 def _layer_norm_backward(args: Sequence[Any], grid: Grid | None) -> int:
@@ -159,13 +161,16 @@ RULES = {
             "row sums of grad * out, the fp32 accumulator of dq, of dk and dv above 128 elements",
             "aten/src/ATen/native/transformers/cuda/attention_backward.cu:"
             " _efficient_attention_backward; mem_eff_attention/kernel_backward.h: workspace_size",
+            MEASURED,
         ),
         Rule(
             "aten.embedding_dense_backward.default",
             _embedding_backward,
-            "one fp32 row an index and six index arrays, above 3072 indices",
+            "fp32 sums of up to 10 rows each, at least one an index, and six index arrays, above"
+            " 3072 indices; a copy of an expanded gradient",
             "aten/src/ATen/native/cuda/Embedding.cu: embedding_dense_backward_cuda;"
             " EmbeddingBackwardKernel.cu: embedding_backward_cuda_kernel",
+            MEASURED,
         ),
         Rule(
             "aten.native_layer_norm_backward.default",
@@ -233,12 +238,6 @@ NOT_COUNTED = (
         "sums over rows on ROCm",
         "partial results as on CUDA, by another rule",
         "aten/src/ATen/native/cuda/Reduce.cuh: setReduceConfig",
-    ),
-    (
-        "efficient attention of 16-bit heads above 128 elements, few in a batch",
-        "dk and dv for each part of the keys; how many parts depends on the device",
-        "aten/src/ATen/native/transformers/cuda/attention_backward.cu:"
-        " _efficient_attention_backward",
     ),
     (
         "sorting what chose which expert",

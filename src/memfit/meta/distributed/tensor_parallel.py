@@ -87,9 +87,10 @@ def _gather_cut_backward(shape: Shape, tp: int) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = _gathered(upstream(grads), tp)
         indices = node.unpack(0)
-        inside = embedding_backward(indices.numel, shape[-1]) if grad.meter.cuda else 0
+        rows = shape[0] * tp
+        inside = embedding_backward(indices.numel, rows, shape[-1]) if grad.meter.cuda else 0
         taken = workspace(grad.meter, inside)
-        made = empty(grad.meter, (shape[0] * tp, *shape[1:]), grad.dtype)
+        made = empty(grad.meter, (rows, *shape[1:]), grad.dtype)
         del taken, grad
         return (empty(made.meter, shape, made.dtype),)
 
