@@ -208,6 +208,17 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     assert (pick(scores[None], torch.tensor([1 - 2**-53])) == 4).all()
 
 
+def test_picking_a_token_takes_no_memory_inside_an_operator():
+    """`cumsum` into another dtype makes a copy that no trace sees; torch's profiler sees it."""
+    from memfit.train.generation.sampling import pick
+
+    scores, numbers = torch.randn(4, 3000), torch.rand(4, dtype=torch.float64)
+    with torch.profiler.profile(profile_memory=True) as watched:
+        pick(scores, numbers)
+    sums = [e for e in watched.events() if e.name.startswith("aten::cumsum")]
+    assert sums and all(e.cpu_memory_usage == 0 for e in sums)
+
+
 def test_rows_end_at_stop_words_and_at_the_models_positions():
     _, model = loud("llama")
     (prompt,) = make_prompts((6,))

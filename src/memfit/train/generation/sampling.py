@@ -102,9 +102,9 @@ def keep_likely(scores: Tensor, settings: Settings) -> Tensor:
 
 def pick(scores: Tensor, numbers: Tensor) -> Tensor:
     """(rows, vocab) scores, (rows,) numbers -> (rows,) tokens: the first whose cumulated chance is
-    above the number. The sum is fp64: in fp32 a large vocabulary's rare tokens would be lost."""
-    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
-    summed = weights.cumsum(dim=-1, dtype=torch.float64)
+    above the number. The sum is fp64: in fp32 a large vocabulary's rare tokens would be lost. It
+    is made in place, as `cumsum` with another dtype makes a copy inside of itself."""
+    summed = torch.exp(scores - scores.amax(dim=-1, keepdim=True)).double().cumsum_(dim=-1)
     aim = numbers.to(summed.device)[:, None] * summed[:, -1:]
     tokens = torch.searchsorted(summed, aim, right=True)[:, 0]
     return tokens.clamp_(max=scores.shape[-1] - 1)

@@ -213,11 +213,12 @@ class _Calls:
         weights = like(apart)
         del apart
         summed = meta.empty(meter, (rows, vocab), "float64")
+        del weights
         moved = meta.empty(meter, (rows,), "float64") if meter.cuda else None
         aim = meta.empty(meter, (rows, 1), "float64")
         del moved
         tokens = meta.empty(meter, (rows, 1), "int64")
-        del weights, summed, aim
+        del summed, aim
         chosen = meta.empty(meter, (rows, 1), "float32")
         meta.empty(meter, (rows,), "float32")
         del numbers, wide, plain, total, tokens, chosen
