@@ -13,14 +13,16 @@ import pytest
 
 from memfit.allocator.caching import CachingAllocator
 from memfit.allocator.settings import Settings
+from memfit.catalog import find_device
 from memfit.certify.tracing.workspace import RULES
 from memfit.meta import workspace
+from memfit.meta.attending.kernels import Heads, usable
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from on_gpu import kernels  # noqa: E402
+from on_gpu import kernels, trainers  # noqa: E402
 from on_gpu.probe import key_of  # noqa: E402
-from on_gpu.rows import LANDED, read_rows  # noqa: E402
+from on_gpu.rows import LANDED, Place, read_rows  # noqa: E402
 
 ROWS = {
     (row["device"], row["name"].removeprefix("kernel: ")): row["operators"]
@@ -56,3 +58,27 @@ def left_over(operator) -> int:
     allocator = CachingAllocator(Settings())
     allocator.allocate(0, wide - narrow)
     return allocator.peaks.allocated - (wide - narrow)
+
+
+def test_cudnns_kernel_was_the_faster_one_where_it_is_taken_first():
+    rows = read_rows(LANDED).values()
+    for row in (r for r in rows if r["slice"] == "rates" and r["name"] == "attention"):
+        best = {c["kernel"]: max(rate for _, rate in c["points"]) for c in row["curves"]
+                if c["dtype"] == "bf16"}  # fmt: skip
+        at = find_device(row["device"]).capability
+        order = usable("bfloat16", Heads(128), platform="cuda", capability=at)
+        assert order[0] == max(best, key=best.get)
+
+
+def test_a_trainer_on_cudnns_kernel_held_what_is_predicted():
+    """Hugging Face's, whose peak has what 16 layers keep of attention, and no backward of it."""
+    found = [row for row in read_rows(LANDED).values() if row["slice"] == "trainers"]
+    ran = [row for row in found if any("cudnn" in call for call in row["attention"])]
+    assert ran
+    for row in ran:
+        place = Place("cuda", row["device"], Path())
+        case = dict(trainers.list_cases(place)[row["name"]])
+        if "model" not in case:
+            case["model"] = trainers.hf_masks.published(row["name"].split(": ")[1])
+        said = trainers.predict(case, place)["predicted"]
+        assert abs(said - row["measured"]) < 1e-5 * row["measured"]

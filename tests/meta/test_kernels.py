@@ -5,6 +5,7 @@ import pytest
 from memfit import api, catalog
 from memfit.core.errors import InvalidRequest
 from memfit.meta.attending.kernels import Heads, refusal, usable
+from memfit.plan.request import problem
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 
@@ -70,11 +71,13 @@ def test_other_platforms_lack_kernels():
 
 
 def test_kernels_that_serve_come_in_torchs_order():
-    assert usable(BF16, Heads(64), platform="cuda", capability=(9, 0)) == (
-        "flash",
-        "efficient",
-        "math",
-    )
+    late = ("flash", "efficient", "math")
+    for at in ((8, 0), (8, 9), (12, 0), None):
+        assert usable(BF16, Heads(64), platform="cuda", capability=at) == late
+    for at in ((9, 0), (10, 0), (10, 3)):
+        assert usable(BF16, Heads(64), platform="cuda", capability=at) == ("cudnn", *late)
+    for heads in (Heads(192), Heads(96, 64), Heads(64, windowed=True)):
+        assert "cudnn" not in usable(BF16, heads, platform="cuda", capability=(9, 0))
     assert usable(FP32, Heads(64), platform="cuda", capability=(9, 0)) == ("efficient", "math")
     assert usable(FP16, Heads(64), platform="cuda", capability=(7, 5)) == ("efficient", "math")
     assert usable(BF16, Heads(64), platform="cuda", capability=(7, 5)) == ("math",)
@@ -88,7 +91,7 @@ def plan(device, **knobs):
 def test_a_plan_takes_the_first_kernel_that_serves():
     t4, h100 = (catalog.find_device(d).id for d in ("t4", "h100-sxm"))
     fixed = {"task": {"sequence_length": 512}, "method": "full"}
-    assert plan(h100, **fixed).attention == "flash"
+    assert plan(h100, **fixed).attention == "flash", "documents of packed rows differ in length"
     assert plan(t4, precision="fp16-mixed", **fixed).attention == "efficient"
     assert plan(t4, **fixed).precision == "fp32", "first where there is no bf16"
     assert plan(h100, attention="cudnn", **fixed).attention == "cudnn"
@@ -99,6 +102,19 @@ def test_a_plan_takes_the_first_kernel_that_serves():
         with pytest.raises(InvalidRequest, match=f"`attention: {attention}`") as caught:
             plan(device, attention=attention, precision=precision, **fixed)
         assert "efficient" in caught.value.hint
+
+
+UNPACKED = {"task": {"sequence_length": 512, "packing": False}, "method": "full"}
+
+
+def test_a_plan_takes_cudnns_kernel_where_torch_does(monkeypatch):
+    assert plan("h100-sxm", **UNPACKED).attention == "cudnn"
+    assert plan("b200-sxm", **UNPACKED).attention == "cudnn"
+    assert plan("a100-sxm-80gb", **UNPACKED).attention == "flash"
+    assert plan("h100-sxm", framework="hf-trainer", **UNPACKED).attention == "flash"
+    assert plan("h100-sxm", precision="fp32", **UNPACKED).attention == "efficient"
+    monkeypatch.setattr(problem, "read_cudnn", lambda: (9, 10, 2))
+    assert plan("h100-sxm", **UNPACKED).attention == "flash", "rows of 100 tokens need 9.15.1"
 
 
 def test_a_device_without_bf16_falls_back_to_fp16_where_fp32_does_not_fit():

@@ -733,7 +733,9 @@ def test_plan_and_certificate_read_one_table_of_kernel_workspaces(rows, heads, d
     assert rules["aten._foreach_norm.Scalar"]([many]) == workspace.foreach_norm(
         [t.numel() for t in many]
     )
-    assert rules[attention.format("cudnn")]([query, query]) == workspace.cudnn_backward(query.shape)
+    assert rules[attention.format("cudnn")]([query, query, key]) == workspace.cudnn_backward(
+        query.shape, key.shape
+    )
     assert rules["aten.sum.dim_IntList"]([grad, [0, 1]]) == (
         workspace.row_sum(grad.shape[-1], rows * 64, grid)
     )

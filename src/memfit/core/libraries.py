@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -127,6 +128,23 @@ def install_extra(extra: str) -> str:
     if noted.get("dir_info", {}).get("editable"):
         return f"pip install -e '{url.removeprefix('file://')}[{extra}]'"
     return f"pip install 'memfit[{extra}]{f' @ {url}' if url else ''}'"
+
+
+@lru_cache(maxsize=1)
+def read_cudnn() -> tuple[int, int, int] | None:
+    """The version of the cuDNN that pip installed beside torch; None where there is none.
+
+    A package's version says it without an import of torch, which a plan does not need.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        try:
+            major, minor, patch = version(name).split(".")[:3]
+        except PackageNotFoundError:
+            continue
+        return int(major), int(minor), int(patch)
+    return None
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from memfit.export.files import OPTIMIZER_SAYS
 from memfit.export.target import Job
 from memfit.families.capabilities.limits import own_kernels
 from memfit.families.shared.masks import FLASH, SDPA
-from memfit.meta.attending.kernels import heads_of, refusal
+from memfit.meta.attending.kernels import heads_of, refusal, usable
 from memfit.plan.frameworks.hugging_face.kernels import KERNELS, kernels_of
 from memfit.plan.frameworks.hugging_face.masks import AUTO
 from memfit.records.recipe import ADAPTED, Recipe
@@ -229,7 +229,11 @@ def find_attention(
     if own:
         return {}, left, becomes
     if recipe.attention != "flash":
-        left["attention"] = f"{recipe.attention}: {kernel} takes the kernel that torch prefers"
+        first = usable(
+            recipe.compute_dtype, heads, platform=device.platform, capability=device.capability
+        )[0]
+        if kernel != SDPA or recipe.attention != first:
+            left["attention"] = f"{recipe.attention}: {kernel} takes the kernel that torch prefers"
         becomes["attention"] = "flash"
     return {"attn_implementation": kernel}, left, becomes
 

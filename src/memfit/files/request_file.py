@@ -154,7 +154,7 @@ KEYS = {
     "recompute": "none | selective | full | {blocks: n, selective: m}: computed twice, not kept",
     "recompute.blocks": "the first n blocks",
     "recompute.selective": "the next m blocks, but for products and attention (own step)",
-    "attention": "math | flash | efficient | cudnn | varlen (packed); auto: flash or efficient",
+    "attention": "math | flash | efficient | cudnn | varlen (packed); auto: what torch takes",
     "loss": "plain | chunked: whether all logits exist at once; others' steps: fused",
     "loss_chunk": "tokens per chunk of the loss; 0 chooses",
     "micro_batch": "sequences per forward and backward; divides task.global_batch",

@@ -101,13 +101,14 @@ def varlen_backward(query: Shape, key: Shape, documents: int, width: int) -> int
     return apart * heads * (1 + rounded_head) * FP32 + expanded
 
 
-def cudnn_backward(query: Shape) -> int:
-    """Unknown: cuDNN decides. Taken to be what flash needs, an fp32 gradient of the query and rows.
+def cudnn_backward(query: Shape, key: Shape) -> int:
+    """Unknown: cuDNN decides. Taken to be what flash needs; with as many keys' heads as queries'
+    an H100 took that (bench/results/gpu/rows.jsonl). Fewer were not measured there.
 
     Source: aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_bprop, allocates what the graph's
     get_workspace_size says.
     """
-    return flash_backward(query, query, 2)
+    return flash_backward(query, key, 2)
 
 
 def efficient_backward(query: Shape, value: int, gradient_numel: int, width: int) -> int:

@@ -50,8 +50,8 @@ def _varlen_backward(args: Sequence[Any], _: Grid | None) -> int:
 
 
 def _cudnn_backward(args: Sequence[Any], _: Grid | None) -> int:
-    """grad_out, query, …"""
-    return table.cudnn_backward(_shape(args[1]))
+    """grad_out, query, key, …"""
+    return table.cudnn_backward(_shape(args[1]), _shape(args[2]))
 
 
 def _efficient_forward(args: Sequence[Any], _: Grid | None) -> int:
@@ -143,7 +143,8 @@ RULES = {
         Rule(
             "aten._scaled_dot_product_cudnn_attention_backward.default",
             _cudnn_backward,
-            "cuDNN's workspace, which it alone decides: taken to be flash's",
+            "cuDNN's workspace, which it alone decides: taken to be flash's; with grouped heads not"
+            " yet measured",
             "aten/src/ATen/native/cudnn/MHA.cpp: run_cudnn_SDP_bprop",
             f"{MEASURED}, within 512 bytes",
         ),

@@ -146,7 +146,8 @@ def choose_kernel(
         return masking.kernel if masking.kernel == "math" else "flash"
     dtype = query.meter.low if query.meter.autocast else query.dtype
     same, alike = query.shape[1] == key.shape[1], query.shape[-1] == value.shape[-1]
-    possible = {"flash": not masked and alike and (same or grouped), "efficient": same}
+    whole = not masked and alike and (same or grouped)
+    possible = {"flash": whole, "efficient": same, "cudnn": whole and key.shape[2] > 1}
     heads = Heads(query.shape[-1], value.shape[-1])
     for kernel in BY_PREFERENCE[BY_PREFERENCE.index(masking.kernel) :]:
         refused = refusal(

@@ -55,8 +55,8 @@ def attention(
     low = [autocast_lower(x) for x in (value, key, query)]  # C++ evaluates the last first
     low.reverse()
     with query.meter.with_autocast(False):
-        if kernel == "cudnn" and key.shape[2] == 1:
-            kernel = "math"  # as train/model/attention.py
+        if kernel == "cudnn" and query.shape[2] == 1:
+            kernel = "flash"  # as train/model/attention.py
         size = query.shape[-1]
         padding = -size % FLASH_ALIGNMENT if kernel == "flash" and query.meter.cuda else 0
         if not padding:
@@ -273,7 +273,7 @@ def _cudnn_backward(node: Node, grads: Incoming) -> Gradients:
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
     _count(query, key, value, 3, 2)
-    inside = workspace(query.meter, cudnn_backward(query.shape))
+    inside = workspace(query.meter, cudnn_backward(query.shape, key.shape))
     made = [like(x) for x in (query, key, value)]
     del inside
     return made

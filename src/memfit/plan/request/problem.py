@@ -16,11 +16,12 @@ from memfit.allocator.settings import check_allocator
 from memfit.base_formats import find_base_format
 from memfit.catalog import links
 from memfit.core.errors import InvalidRequest
+from memfit.core.libraries import read_cudnn
 from memfit.families.capabilities import float8, qat
 from memfit.families.capabilities.compiled import check_compiled, settle_compiled
 from memfit.families.capabilities.lean import check_lean
 from memfit.families.capabilities.limits import check_limits, choose_packing, own_kernels
-from memfit.meta.attending.kernels import Heads, heads_of, refusal, usable
+from memfit.meta.attending.kernels import OLDEST_CUDNN, Heads, heads_of, refusal, usable
 from memfit.objectives import find_objective
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers.low_bit import can_round, check_rounding
@@ -346,14 +347,24 @@ def _heads(problem: Problem) -> Heads:
 
 
 def find_kernels(problem: Problem, precision: Precision) -> tuple[str, ...]:
-    """The attention kernels that serve the model on the device, the preferred one first."""
+    """The attention kernels that serve the model on the device, the preferred one first.
+
+    cuDNN's, which torch prefers on Hopper and Blackwell, is left to those who name it where it
+    would be planned anew for each number of tokens, as of documents of packed rows or of sampled
+    answers, where the version beside torch here is too old, and for tools, which take torch's.
+    """
     device, heads = problem.device, _heads(problem)
     if only := own_kernels(problem.model.architecture):
         return only
     if _shares_tokens(problem.request):
         return KERNELS
-    dtype = compute_dtype(precision)
-    return usable(dtype, heads, platform=device.platform, capability=device.capability)
+    dtype, request = compute_dtype(precision), problem.request
+    found = usable(dtype, heads, platform=device.platform, capability=device.capability)
+    packed = choose_packing(request, problem.model.architecture)
+    old = (read_cudnn() or OLDEST_CUDNN) < OLDEST_CUDNN
+    if packed or samples(request) or old or not request.is_own:
+        found = tuple(kernel for kernel in found if kernel != "cudnn")
+    return found
 
 
 def _shares_tokens(request: Request) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import quiet_import
-from memfit.meta.attending.kernels import Capability, Heads, Platform, refusal, usable
+from memfit.meta.attending.kernels import OLDEST_CUDNN, Capability, Heads, Platform, refusal, usable
 from memfit.records.recipe import Recipe
 from memfit.train.model.sinks import attend_with_sinks
 
@@ -66,6 +66,23 @@ def check_attention(
         from memfit.train.model.varlen import check_varlen
 
         check_varlen()
+    if recipe.attention == "cudnn":
+        _check_cudnn(torch.backends.cudnn.version())
+
+
+def _check_cudnn(here: int | None) -> None:
+    """Raise InvalidRequest where cuDNN is too old; here: its number, as 91501 is 9.15.1."""
+    if here is None or (version := _version(here)) >= OLDEST_CUDNN:
+        return
+    has, needed = (".".join(map(str, n)) for n in (version, OLDEST_CUDNN))
+    raise InvalidRequest(
+        f"`attention: cudnn` needs cuDNN {needed} or newer, and torch has {has} here",
+        hint="use `attention: flash`, or torch's build for CUDA 13",
+    )
+
+
+def _version(number: int) -> tuple[int, int, int]:
+    return number // 10_000, number // 100 % 100, number % 100
 
 
 def attend(
@@ -183,9 +200,10 @@ def _capped(
 
 
 def _run(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The kernel itself. cuDNN's takes no single key: one-token documents go to the math kernel."""
-    if backend is SDPBackend.CUDNN_ATTENTION and key.shape[2] == 1:
-        backend = SDPBackend.MATH
+    """The kernel itself. cuDNN's takes no single key, and single queries beside a cache not in each
+    version (`check_cudnn_sdpa_decode` of torch's MHA.cpp)."""
+    if backend is SDPBackend.CUDNN_ATTENTION and query.shape[2] == 1:
+        backend = SDPBackend.FLASH_ATTENTION
     with sdpa_kernel(backend):
         return nn.functional.scaled_dot_product_attention(query, key, value, **options)
 
