@@ -67,7 +67,7 @@ def check_attention(
 
         check_varlen()
     if recipe.attention == "cudnn":
-        _check_cudnn(torch.backends.cudnn.version())
+        _check_cudnn(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
 
 
 def _check_cudnn(here: int | None) -> None:
