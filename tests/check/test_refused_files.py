@@ -26,7 +26,12 @@ PROGRAMS = {
     "fast.py": ("from unsloth import FastLanguageModel\nm = FastLanguageModel.from_pretrained('x')",
                 "Unsloth, whose step is not described", "memfit plan MODEL"),
     "tune.ipynb": ('{"cells": []}', "is a program", "memfit.MemoryCallback"),
-    "train.sh": ("accelerate launch sft.py --lora_r 8\n", "holds commands", "`lora_r: 8`"),
+    "train.sh": ("pip install trl\npython sft.py\n", "starts a trainer", "`trl sft …`"),
+    "own.sh": ("python own.py --hidden 8\n", "arguments of no trainer", "model_name_or_path"),
+    "two.sh": ("trl sft --model_name_or_path a\ntrl dpo --model_name_or_path a\n",
+               "holds 2 commands that train", "a file of its own"),
+    "unset.sh": ("trl sft --model_name_or_path gpt2 --max_length $2\n",
+                 "does not set that variable", "in its place"),
 }  # fmt: skip
 
 

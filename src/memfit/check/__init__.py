@@ -55,6 +55,7 @@ class ConfigReading:
         self.sharded = ""  # fsdp | deepspeed | ""
         self.zero = 3
         self.world = 0  # ranks that a file names; 0: those of the command line
+        self.started = ""  # the title of the tool whose arguments a script's command has
         self.later: list[Callable[[ConfigReading], None]] = []  # what the other files decide, too
 
     def put(self, key: str, value: Any) -> None:
@@ -158,7 +159,7 @@ TRL = "TRL"  # the title of its reader
 PLAIN = "hf-trainer"  # transformers' own Trainer, whose loss is not TRL's
 ACCELERATED = (PLAIN, "trl")  # frameworks whose shards are accelerate's FSDP
 SAMPLED = ("grpo", "rloo")  # objectives whose answers are sampled while it trains
-ORDER = ("torchtitan", "deepspeed", "accelerate", "axolotl", "llamafactory", "trl")
+ORDER = ("commands", "torchtitan", "deepspeed", "accelerate", "axolotl", "llamafactory", "trl")
 
 
 class Checked(Record, frozen=True, kw_only=True):
@@ -373,7 +374,8 @@ def read_file(file: Path, reading: ConfigReading) -> str:
             reading.open_files.pop()
             taken.settle(reader.still, reader.moved)
             reading.undescribed += taken.undescribed
-            return reader.title
+            title, reading.started = reading.started or reader.title, ""
+            return title
     if "recipe_digest" in written or (written and written.keys() <= {*Request.__struct_fields__}):
         tools = f"memfit's own files are for `memfit predict {file}`"
     elif file.suffix in PROGRAMS:

@@ -55,9 +55,9 @@ def refuse_program(file: Path) -> InvalidRequest:
     """The error of a script or a command, whose settings are known where it runs."""
     if file.suffix in COMMANDS:
         return InvalidRequest(
-            f"`{file}` holds commands, and `memfit check` reads configurations",
-            hint="write its flags as YAML, a line each (`--lora_r 8` is `lora_r: 8`), and name that"
-            " file, with `--device` and `--count`",
+            f"`{file}` holds no command that starts a trainer with arguments",
+            hint="read are `accelerate launch`, `torchrun`, `deepspeed` and `python` with a program"
+            " and its arguments, `trl sft …`, `llamafactory-cli train …` and `axolotl train …`",
         )
     if "unsloth" in read_text(file):
         return InvalidRequest(
