@@ -246,9 +246,13 @@ def count_commits(asked: int, before: dict[str, Any]) -> dict[str, int]:
 
 @cache
 def find_commit() -> str:
-    """The commit of this run, which a later one does not rename."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    """The commit when this run began; with a `+` where sources have been changed since."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--short", "src"))
 
 
 def _reasons(lines: dict[Cell, Answer], before: dict[str, Any]) -> list[str]:
