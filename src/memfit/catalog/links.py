@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ def fabrics() -> tuple[Fabric, ...]:
 def find_link(device: Device) -> Fabric | None:
     """What joins this device to others of its machine; None where no row describes it."""
     name = device.link.name
-    return next((f for f in fabrics() if f.joins == "devices" and name in (f.name, *f.match)), None)
+    found = map(_fabric, _LINKS.mentioning(name))
+    return next((f for f in found if f.joins == "devices" and name in (f.name, *f.match)), None)
 
 
 @cache
@@ -52,7 +54,7 @@ def _fabric(key: str) -> Fabric:
     return from_data({"id": key, **row}, Fabric, source=f"[{key}] of links.toml")
 
 
-def _measured(row: dict[str, Any], sources: dict[str, Any]) -> dict[str, Any]:
+def _measured(row: dict[str, Any], sources: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **row,
         "size": units.parse_bytes(row["size"]),

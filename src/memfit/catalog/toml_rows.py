@@ -42,8 +42,16 @@ class Rows:
         """Every row's id, in the file's order."""
         return [name for name in self._texts if name != self._shared]
 
-    def shared(self) -> dict[str, Any]:
-        """The table that rows refer to."""
+    def mentioning(self, word: str) -> list[str]:
+        """Ids of the rows whose text has this word, the only ones that can hold it as a value."""
+        return [key for key in self.ids if word in self._texts[key]]
+
+    def shared(self) -> Mapping[str, Any]:
+        """The table that rows refer to, which nobody changes."""
+        return self._shared_table
+
+    @cached_property
+    def _shared_table(self) -> dict[str, Any]:
         return tomllib.loads(self._texts[self._shared])
 
     def row(self, key: str) -> dict[str, Any]:

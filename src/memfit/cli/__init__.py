@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from typing import NoReturn
 
@@ -15,6 +17,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command line and leave with its exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     keeps = arguments is None and words[:1] and words[0] in CACHED
+    starts = arguments is None and words[:1] and words[0] in CERTIFYING
+    if keeps or starts:
+        gc.disable()  # there is nothing to find until the process ends, and little then
+        atexit.register(gc.freeze)
     if keeps:
         from memfit.cli.typed_before import run_typed
 
@@ -22,7 +28,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = run_typed(words)
         if code is not None:
             sys.exit(code)
-    starts = arguments is None and words[:1] and words[0] in CERTIFYING
     if starts:
         from memfit.cli.start_early import start_unless_answered
 

@@ -28,7 +28,7 @@ from memfit.plan.simulate.recompute import RecomputedBlocks
 from memfit.plan.simulate.segments import Passes, Segment
 from memfit.plan.simulate.setting import Batch, Run, Setting
 from memfit.records.hardware import Device
-from memfit.records.model import Architecture, Model, TensorSpec
+from memfit.records.model import Architecture, Model, TensorSpec, Weight
 from memfit.records.recipe import Optimizer, Recipe
 
 TREATED = ("recomputed", "selective", "kept")  # in the order in which blocks stand
@@ -109,12 +109,27 @@ class Lines:
         self.model, self.recipe, self.device = model, recipe, device
         self._loss: dict[int, Bodies] = {}
         self._alike: dict[str, Bodies] = {}
+        self._distinct: list[tuple[Weight, int]] | None = None
         self.always: dict[Optimizer, int] = {}  # weights and state, bytes
+        self.temporaries: dict[Optimizer, int] = {}  # of an update, bytes
 
     @cached_property
     def bodies(self) -> Bodies:
         """Forward, loss and backward of the first micro-batch, then of a later one."""
         return self._draw(self.model, 1, TREATED, loss="plain", loss_chunk=0)
+
+    def distinct(self, local: Model) -> list[tuple[Weight, int]]:
+        """The weights that differ in more than where they stand, and how often each is there.
+
+        local: as the fullest rank holds the model, the same for all that share these lines.
+        """
+        if self._distinct is None:
+            known: dict[tuple[TensorSpec, bool, str], tuple[Weight, int]] = {}
+            for w in local.weights:
+                key = (w.spec, w.trainable, w.coding)
+                known[key] = known.get(key, (w, 0))[0], known.get(key, (w, 0))[1] + 1
+            self._distinct = list(known.values())
+        return self._distinct
 
     def alike(self, way: str) -> Bodies:
         """The same of blocks that are treated one way alone, which takes a third of the time."""
@@ -198,14 +213,10 @@ class Estimate:
     def _count_always(self, settings: Optimizer) -> int:
         optimizer = find_optimizer(settings)
         state = optimizer.state if self.device.is_cpu else optimizer.on_device
-        known: dict[tuple[TensorSpec, bool, str], int] = {}
         total = sum(self._held(s.nbytes) for s in optimizer.shared_state(settings))
-        for w in self.local.weights:
-            key = (w.spec, w.trainable, w.coding)
-            if key not in known:
-                states = state(w.spec, settings) if w.trainable else ()
-                known[key] = sum(self._held(s.nbytes) for s in (*w.stored.values(), *states))
-            total += known[key]
+        for w, times in self._lines.distinct(self.local):
+            states = state(w.spec, settings) if w.trainable else ()
+            total += times * sum(self._held(s.nbytes) for s in (*w.stored.values(), *states))
         return total
 
     @cached_property
@@ -213,12 +224,14 @@ class Estimate:
         """What no exact knob can change: weights, state and gradients. A lower bound."""
         return self._always + sum(w.nbytes for w in self.local.weights if w.trainable)
 
-    @cached_property
+    @property
     def _step_temporaries(self) -> int:
-        settings = self.recipe.optimizer
-        specs = [w.spec for w in self.local.weights if w.trainable]
-        family = find_optimizer(settings)
-        return max(family.step_temporaries(own, one) for own, one in split_specs(specs, settings))
+        settings, known = self.recipe.optimizer, self._lines.temporaries
+        if settings not in known:
+            specs = [w.spec for w in self.local.weights if w.trainable]
+            family, groups = find_optimizer(settings), split_specs(specs, settings)
+            known[settings] = max(family.step_temporaries(own, one) for own, one in groups)
+        return known[settings]
 
     def peak(self, micro: int, recompute: RecomputedBlocks, chunk: int) -> int:
         """Bytes at the highest instant of a steady step of two or more micro-batches."""

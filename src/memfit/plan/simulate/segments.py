@@ -109,28 +109,30 @@ def _cut(meter: Meter, marks: list[Mark]) -> Passes:
 
 def _segment(meter: Meter, mark: Mark, until: Mark) -> Segment:
     requested, counts = meter.requested, meter.counts
-    level = rise = 0
-    top_at = mark.event
-    for at in range(mark.event, until.event):
-        event = meter.events[at]
+    kinds, owners = meter.kinds, meter.owners
+    events = meter.events[mark.event : until.event]
+    level = rise = top_at = 0
+    for at, event in enumerate(events, start=1):
         if event >= 0:
             level += requested[event] * counts[event]
             if level > rise and counts[event] == 1:
-                rise, top_at = level, at + 1
+                rise, top_at = level, at
         else:
             level -= requested[~event] * counts[~event]
     net: Parts = {}
     top: Parts = {}
-    for at in range(mark.event, until.event):
+    rests: dict[int, int] = {}  # by how much a block is larger than its tensor
+    for at, event in enumerate(events):
         if at == top_at:
             top = dict(net)
-        event = meter.events[at]
-        index, sign = (event, 1) if event >= 0 else (~event, -1)
-        part, times = (meter.kinds[index], meter.owners[index]), sign * counts[index]
-        net[part] = net.get(part, 0) + times * requested[index]
-        if rest := meter.held(index) - requested[index]:
+        index, times = (event, counts[event]) if event >= 0 else (~event, -counts[~event])
+        part, nbytes = (kinds[index], owners[index]), requested[index]
+        net[part] = net.get(part, 0) + times * nbytes
+        if nbytes not in rests:
+            rests[nbytes] = meter.held(index) - nbytes
+        if rest := rests[nbytes]:
             net[ROUNDING] = net.get(ROUNDING, 0) + times * rest
-    if top_at == until.event:
+    if top_at == len(events):
         top = dict(net)
     return Segment(mark.name, net, rise, top, until.flop - mark.flop)
 

@@ -93,6 +93,7 @@ def _records(kind: type[tuple[Any, ...]]) -> tuple[Any, ...]:
     return tuple(get_type_hints(kind).values())
 
 
+@cache
 def list_names(kind: type[tuple[Any, ...]]) -> tuple[str, ...]:
     """The numbers' names of a record of records, which are distinct."""
     return tuple(name for record in _records(kind) for name in record._fields)
