@@ -190,7 +190,7 @@ def _rates(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         for curve in row.get("curves", ()) if row["slice"] == "rates" else ():
-            best = max(rate for _, rate in curve["points"])
+            best = gpu_claims.best_rate(curve)
             what = " ".join(w for w in (curve["work"], curve["dtype"], curve.get("kernel")) if w)
             lines.append(f"| {row['device']} | {what} | {best:.3g} |")
         if row["slice"] == "rates" and row.get("launch_seconds"):

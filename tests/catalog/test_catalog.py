@@ -3,16 +3,22 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from memfit.catalog import devices, find_device, find_model, models
+from memfit.catalog.overheads import find_overhead
 from memfit.core import units
 from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.families import families, find_described, find_family, read_model, references
 from memfit.records.model import ModelReference
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+from on_gpu.rows import LANDED, read_rows
 
 DESCRIBED = [m for m in models() if m.model_type in families.names()]
 COUNTED = [m for m in models() if m.model_type in references.names()]
@@ -291,3 +297,20 @@ def test_a_model_that_is_not_there_is_told_one_of_its_size(name, near, monkeypat
     with pytest.raises(InvalidRequest, match="no network") as caught:
         find_reference(name)
     assert (near in caught.value.hint) if near else ("same shape" not in caught.value.hint)
+
+
+def test_a_context_of_another_hopper_is_assumed_and_says_so():
+    measured, assumed = (find_overhead(find_device(d)) for d in ("h100-sxm", "h200-sxm"))
+    rows = [r["measured"] for r in read_rows(LANDED).values() if r["slice"] == "recipes"]
+    held = [row["outside_allocator"] for row in rows]
+    assert measured.low <= min(held) <= max(held) <= measured.high
+    assert median(held) == pytest.approx(measured.typical, rel=1e-3)
+    assert measured.verified
+    assert "measured" in measured.because
+    assert not assumed.verified
+    assert "assumed to be as on `h100-sxm`" in assumed.because
+    assert assumed.typical == measured.typical
+    assert assumed.low < measured.low
+    ada = find_overhead(find_device("rtx-4090"))
+    assert not ada.like
+    assert "published" in ada.because

@@ -15,7 +15,7 @@ import gpu_claims  # noqa: E402
 import gpu_page  # noqa: E402
 from on_gpu import land  # noqa: E402
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 NUMBERS = {"peak_allocated": 10 * GIB, "peak_reserved": 11 * GIB, "device_total": 12 * GIB}
 HEAD = {
     "device": "h100-sxm", "made_up": True,
@@ -150,3 +150,22 @@ def test_a_rehearsal_does_not_land(tmp_path):
         land.land(tmp_path / "out", tmp_path)
     with pytest.raises(land.Refused, match="hint: FROM"):
         land.land(tmp_path, tmp_path)
+
+
+def test_what_the_rehearsal_left_explains_the_phase_load_of_rows_that_held_it():
+    """Two cuBLAS workspaces, and cuBLASLt's MiB where a product has a bias; then none of them."""
+    rows = [row for row in gpu_claims.read() if "load" in row.get("phases", {})]
+    assert len(rows) == 6
+    for row in rows:
+        more = row["phases"]["load"] - row["certified_phases"]["load"]
+        assert more - gpu_claims.rehearsed(row) in (0, MIB)
+    row = RECIPE | {"phases": {"load": GIB}, "certified_phases": {"load": GIB}}
+    name = "certified bytes of each phase, within 2%"
+    assert judged(row)[name].word == "failed", "nothing was left here, though it is taken to be"
+    assert judged(row | {"load_alone": True})[name].word == "held"
+
+
+def test_the_memorys_rate_is_that_of_copies_beyond_any_cache():
+    curve = {"work": "memory", "points": [[3e7, 3.8e12], [2e9, 3e12]]}
+    assert gpu_claims.best_rate(curve) == 3e12
+    assert gpu_claims.best_rate(curve | {"work": "matmul"}) == 3.8e12

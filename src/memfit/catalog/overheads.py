@@ -21,6 +21,7 @@ class Overhead(Record, frozen=True, kw_only=True):
     high: int
     source: str
     verified: bool
+    like: str = ""  # the device whose measured figure is assumed to hold
 
     def __getitem__(self, place: int) -> int:
         """The low end, the typical value or the high end of the band: 0, 1 or 2."""
@@ -31,9 +32,11 @@ class Overhead(Record, frozen=True, kw_only=True):
         """The band in words; where its figures come from stands in overheads.toml."""
         if self.low == self.high:
             return f"{units.show_gib(self.typical)}: {self.source}"
-        known = "measured" if self.verified else "published"
+        known = "typical of measured" if self.verified else "typical of published"
+        if self.like:
+            known = f"assumed to be as on `{self.like}`, within published"
         return (
-            f"typical of {known} figures between {units.show_gib(self.low)} and"
+            f"{known} figures between {units.show_gib(self.low)} and"
             f" {units.show_gib(self.high)} (catalog/overheads.toml)"
         )
 
@@ -76,6 +79,7 @@ def find_outside(device: Device, parallel: Parallel, groups: int | None = None) 
         high=context.high + count * each.high,
         source=f"{context.source}; NCCL, {count} x: {each.source}",
         verified=context.verified and each.verified,
+        like=context.like,
     )
 
 
@@ -94,5 +98,6 @@ def _find_row(table: str, device: Device) -> Overhead | None:
         for row in rows:
             if row["match"] == key:
                 sizes = {k: units.parse_bytes(row[k]) for k in ("low", "typical", "high")}
-                return Overhead(**sizes, source=row["source"], verified=row["verified"])
+                said = {k: row.get(k, "") for k in ("source", "like")}
+                return Overhead(**sizes, **said, verified=row["verified"])
     return None

@@ -57,4 +57,4 @@ def _find_outside(framework: Framework, device: Device, parallel: Parallel) -> O
         name: numpy.array([getattr(row, name, 0) for row in known])[groups]
         for name in ("low", "typical", "high")
     }
-    return Overhead(**bands, source=first.source, verified=first.verified)
+    return Overhead(**bands, source=first.source, verified=first.verified, like=first.like)
