@@ -98,6 +98,6 @@ def _find_row(table: str, device: Device) -> Overhead | None:
         for row in rows:
             if row["match"] == key:
                 sizes = {k: units.parse_bytes(row[k]) for k in ("low", "typical", "high")}
-                said = {k: row.get(k, "") for k in ("source", "like")}
-                return Overhead(**sizes, **said, verified=row["verified"])
+                words = {k: row.get(k, "") for k in ("source", "like")}
+                return Overhead(**sizes, **words, verified=row["verified"])
     return None
