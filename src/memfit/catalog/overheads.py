@@ -97,7 +97,9 @@ def _find_row(table: str, device: Device) -> Overhead | None:
     for key in (device.id, device.architecture, device.vendor):
         for row in rows:
             if row["match"] == key:
-                sizes = {k: units.parse_bytes(row[k]) for k in ("low", "typical", "high")}
-                words = {k: row.get(k, "") for k in ("source", "like")}
-                return Overhead(**sizes, **words, verified=row["verified"])
+                low, typical, high = (units.parse_bytes(row[k]) for k in ("low", "typical", "high"))
+                return Overhead(
+                    low=low, typical=typical, high=high, source=row["source"],
+                    verified=row["verified"], like=row.get("like", ""),
+                )  # fmt: skip
     return None
