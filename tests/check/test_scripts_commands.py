@@ -54,6 +54,15 @@ SAME = {
         " --per_device_train_batch_size 2 --gradient_accumulation_steps 4"
         " --lora_target_modules q_proj v_proj --learning_rate 2e-4 > log.txt 2>&1\n",
         [SFT]),
+    "options in a variable of several lines, a default beside an argument": (
+        "#!/bin/bash\nGPUS=$(nvidia-smi -L | wc -l)\nMODEL='qwen3-0.6b' # don't forget\n"
+        "function usage() {\n  echo '\nUsage: train.sh [-m MODEL]\n'\n}\n"
+        'case $1 in\n  -m ) MODEL=$1 ;;\nesac\nARGS="\n  --nproc_per_node $GPUS \\\n'
+        '  --master_port 6001\n"\ntorchrun $ARGS train_sft.py --model_name_or_path $MODEL'
+        " --max_length 512 --use_peft --lora_r 8 --per_device_train_batch_size 2"
+        " --gradient_accumulation_steps 4 --lora_target_modules q_proj v_proj"
+        " --learning_rate 2e-4\n",
+        [SFT]),
     "llama-factory": (
         "llamafactory-cli train --stage sft --do_train --model_name_or_path qwen3-0.6b"
         " --finetuning_type lora --lora_target all --cutoff_len 512 --dataset alpaca"
@@ -92,11 +101,13 @@ def test_a_script_is_read_as_the_files_that_say_the_same(name, tmp_path):
 def test_a_program_of_its_own_is_transformers_trainers_without_recomputing(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("torchrun --nproc_per_node=2 train.py --model_name_or_path qwen3-0.6b"
-                      " --per_device_train_batch_size 2 --bf16 --rope_of_mine 3\n")  # fmt: skip
+                      " --per_device_train_batch_size 2 --bf16 --rope_of_mine 3 --model_max_length 512"
+                      " --data_path x.json\n")  # fmt: skip
     checked, plan = api.check([script], DEVICE)
     assert (plan.recipe.framework, plan.recipe.recompute_blocks) == ("hf-trainer", 0)
     assert any("transformers' Trainer" in line for line in checked.assumed)
     assert [one.key for one in checked.undescribed] == ["rope_of_mine"]
+    assert plan.recipe.sequence_length == 512
     limited = {**DEVICE, "limits": {"memory": "12 GiB"}}
     changes = api.find_changes([script], limited, api.check([script], limited)[1])
     assert any("gradient_checkpointing" in str(change) for change in changes)

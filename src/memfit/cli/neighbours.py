@@ -153,7 +153,10 @@ def _read_plan_or_request(
     metavar="FILE...",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )
-@click.option("--count", type=click.IntRange(1), metavar="N", help="Devices of each machine.")
+@click.option(
+    "--count", "--gpus", "--num-gpus", "count", type=click.IntRange(1), metavar="N",
+    help="Devices of each machine.",
+)  # fmt: skip
 @click.option(
     "--config",
     default="",

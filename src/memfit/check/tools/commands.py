@@ -46,6 +46,14 @@ OF_TRL = frozenset((
     "completion_only_loss", "num_generations", "lora_target_modules", "load_in_4bit",
     "load_in_8bit",
 ))  # fmt: skip
+# of programs over transformers' Trainer: tokens of a row, and what moves no memory
+LENGTHS = frozenset(
+    ("model_max_length", "block_size", "max_seq_length", "max_seq_len", "cutoff_len")
+)
+OWN = frozenset((
+    "data_path", "eval_data_path", "data_dir", "train_file", "validation_file", "lazy_preprocess",
+    "preprocessing_num_workers", "overwrite_cache", "cache_dir",
+))  # fmt: skip
 KINDS = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "multi_gpu": "MULTI_GPU"}
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 MACHINES = ("nnodes", "num_nodes", "num_machines")
@@ -115,34 +123,48 @@ class CommandsReader(Reader):
 def find_commands(text: str) -> list[Command]:
     """The commands of a shell script that start a trainer, with its variables put in."""
     found, known = [], dict[str, str]()
-    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
-        for words in _split(_COMPUTED.sub("$?", line), known):
+    for tokens in _statements(_COMPUTED.sub("$?", re.sub(r"\\\r?\n", " ", text))):
+        for words in _split(tokens, known):
             if command := _read_words(words):
                 found.append(command)
     return found
 
 
-def _split(line: str, known: dict[str, str]) -> Iterable[list[str]]:
+def _statements(text: str) -> Iterable[list[str]]:
+    """Words and operators of each line, or of the lines over which a quoted text goes."""
+    lines = text.splitlines()
+    while lines:
+        for taken in range(1, len(lines) + 1):
+            lexer = shlex.shlex("\n".join(lines[:taken]), posix=True, punctuation_chars=";&|<>")
+            lexer.whitespace_split = True
+            try:
+                yield list(lexer)
+            except ValueError:  # a quote is open
+                continue
+            break
+        else:
+            taken = 1  # it stays open: an apostrophe in a text that is no command
+        lines = lines[taken:]
+
+
+def _split(tokens: Sequence[str], known: dict[str, str]) -> Iterable[list[str]]:
     """The commands of one line as words; `known` are variables, and takes those that it sets."""
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
-    lexer.whitespace_split = True
-    try:
-        words = [_substitute(word, known) for word in lexer]
-    except ValueError:  # an open quote: a text of several lines
-        return
     command: list[str] = []
-    for word in [*words, ";"]:
-        if word and not set(word) <= set(";&|<>"):
-            command.append(word)
+    for token in [*tokens, ";"]:
+        if token and not set(token) <= set(";&|<>"):
+            word = _substitute(token, known)
+            several = _NAMED.fullmatch(token) and word.strip().startswith("-")
+            command += word.split() if several else [word]  # as a shell splits what a name holds
             continue
-        if command:
-            left = command[1:] if command[0] == "export" else command
-            while left and (assigned := _ASSIGNED.fullmatch(left[0])):
+        left = command[1:] if command[:1] == ["export"] else command
+        while left and (assigned := _ASSIGNED.fullmatch(left[0])):
+            if "$" not in assigned[2] or assigned[1] not in known:  # `$1` takes no default's place
                 known[assigned[1]] = assigned[2]
-                left = left[1:]
+            left = left[1:]
+        if left:
             yield left
         command = []
-        if word and word[0] in "<>":
+        if token and token[0] in "<>":
             return  # what follows is a file
 
 
@@ -297,6 +319,7 @@ def _read_arguments(command: Command, taken: ConfigKeys, reading: ConfigReading)
     if own == TRL and not _names_trl(command.program, data):
         own = "transformers' Trainer"  # whose defaults are others
         data = {"gradient_checkpointing": False, "bf16": False, **data}
+        data = {("max_length" if k in LENGTHS else k): v for k, v in data.items() if k not in OWN}
         if reading.sharded == "deepspeed" or "deepspeed" in data:
             reading.put("options.trl", "")
         elif reading.get("framework") is None:
