@@ -101,13 +101,13 @@ def test_a_script_is_read_as_the_files_that_say_the_same(name, tmp_path):
 def test_a_program_of_its_own_is_transformers_trainers_without_recomputing(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("torchrun --nproc_per_node=2 train.py --model_name_or_path qwen3-0.6b"
-                      " --per_device_train_batch_size 2 --bf16 --rope_of_mine 3 --model_max_length 512"
+                      " --per_device_train_batch_size 2 --bf16 --rope_of_mine 3 --block_size 1280"
                       " --data_path x.json\n")  # fmt: skip
     checked, plan = api.check([script], DEVICE)
     assert (plan.recipe.framework, plan.recipe.recompute_blocks) == ("hf-trainer", 0)
     assert any("transformers' Trainer" in line for line in checked.assumed)
     assert [one.key for one in checked.undescribed] == ["rope_of_mine"]
-    assert plan.recipe.sequence_length == 512
+    assert plan.recipe.sequence_length == 1280
     limited = {**DEVICE, "limits": {"memory": "12 GiB"}}
     changes = api.find_changes([script], limited, api.check([script], limited)[1])
     assert any("gradient_checkpointing" in str(change) for change in changes)
