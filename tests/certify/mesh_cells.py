@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import sampled_ranks
+from msgspec.structs import replace
 from tiny_steps import CONFIGS, make_recipe
 
 from memfit.adapters import find_adapter
@@ -33,11 +34,12 @@ AXES = {
     "tp": Parallel(tp=2, sequence_parallel=True),
     "cp": Parallel(cp=2),
     "pp": Parallel(pp=2),
+    "ep": Parallel(dp_shard=2, ep=2, ep_imbalance=1.0),
 }
-EXPERTS = "ep"  # experts cut among ranks, an axis that memfit's step does not have
 SIZES = {
     **CONFIGS["llama"], "num_hidden_layers": 2, "intermediate_size": 192, "vocab_size": 256,
 }  # fmt: skip
+SPARSE = {**CONFIGS["mixtral"], "num_hidden_layers": 2, "vocab_size": 256}
 LORA = {
     "method": "lora",
     "lora": Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "down_proj")),
@@ -91,9 +93,10 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 
 
 EVERY = tuple(AXES)
+DENSE = tuple(axis for axis in AXES if axis != "ep")
 TRAINED: dict[str, tuple[str, ...]] = {
     "LoRA": EVERY,
-    "DoRA": ("FSDP2", "copies", "cp", "pp"),
+    "DoRA": ("FSDP2", "copies", "cp", "pp", "ep"),
     "LoRA+": EVERY,
     "LoRA over nf4": ("FSDP2", "copies", "cp", "pp"),
     "LoRA over int8": ("FSDP2", "copies", "cp", "pp"),
@@ -107,7 +110,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
     "Muon": EVERY,
     "Adafactor": (),
     "Lion": EVERY,
-    "QAT": EVERY,
+    "QAT": DENSE,
     "fp8": (),
     "compiled blocks": ("FSDP2", "copies", "pp"),
     "label smoothing, z-loss": EVERY,
@@ -127,9 +130,15 @@ def make_cell(technique: str, axis: str) -> Recipe:
     """A tiny recipe of a technique on two ranks of an axis; of stages in two micro-batches."""
     changes = {"sequence_length": 32, **TECHNIQUES[technique]}
     parallel = AXES[axis]
+    config = SIZES
+    if parallel.ep > 1:
+        config = SPARSE
+        if "lora" in changes:  # experts are no projections, of which adapters are
+            changes["lora"] = replace(changes["lora"], targets=("q_proj", "v_proj", "o_proj"))
     return make_recipe(
-        config=SIZES, parallel=parallel, accumulation=2 if parallel.pp > 1 else 1, **changes
-    )
+        config["model_type"], config=config, parallel=parallel,
+        accumulation=2 if parallel.pp > 1 else 1, **changes,
+    )  # fmt: skip
 
 
 def make_sampled(objective: str, axis: str) -> Recipe:

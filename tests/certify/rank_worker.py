@@ -28,7 +28,9 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from msgspec.structs import replace
 from tiny_steps import build_watched, watch_real_step
+from torch.utils._python_dispatch import _disable_current_modes
 
+import memfit.train.model.experts as experts_module
 from memfit.certify.tracing.partitioned import Partitioned
 from memfit.certify.tracing.trace_step import import_for, worst_shapes
 from memfit.parallelism.context import own_parts
@@ -47,6 +49,10 @@ def part_of(name: str, whole: torch.Tensor, parallel: Parallel, rank: int) -> to
     dim = cut_dim(name)
     if dim is not None:
         whole = whole.chunk(parallel.tp, dim)[rank % parallel.tp]
+    if parallel.ep > 1 and ".experts." in name:  # neighbours have the parts of all experts
+        whole = whole.chunk(parallel.ep)[rank % parallel.ep]
+        place = rank % parallel.dp_shard // parallel.ep
+        return whole.chunk(parallel.expert_shards)[place]
     rows = -(-whole.shape[0] // parallel.shards)
     start = rank // parallel.tp % parallel.shards * rows
     mine = whole[start : start + rows]
@@ -183,11 +189,34 @@ def answer(recipe: Recipe, rank: int) -> dict[str, Any]:
         return _answer(recipe, rank)
 
 
+@contextmanager
+def routed_as_certified(parallel: Parallel) -> Iterator[None]:
+    """The first rank of those that share experts receives `ep_imbalance` of what each sends, the
+    others alike what is left, whatever the router chose. Of what a step holds, not what it learns.
+    """
+    plain = experts_module.run_experts
+
+    def run(experts: Any, hidden: Any, chosen: Any, shares: Any) -> Any:
+        with _disable_current_modes():
+            own, rows = experts.num_experts // parallel.ep, torch.arange(chosen.numel())
+            first = round(len(rows) * parallel.ep_imbalance / parallel.ep)
+            others = own + (rows - first) % (experts.num_experts - own)
+            chosen.data.copy_(torch.where(rows < first, rows % own, others).view_as(chosen))
+        return plain(experts, hidden, chosen, shares)
+
+    experts_module.run_experts = run
+    try:
+        yield
+    finally:
+        experts_module.run_experts = plain
+
+
 def _answer(recipe: Recipe, rank: int) -> dict[str, Any]:
     if recipe.samples:
         held = sampled_ranks.watch(*build_watched(recipe, fill))
         return {**held, **_run_sampled(recipe, rank)}
-    live = watch_real_step(recipe, worst_shapes(recipe), fill=fill, inside=without_gloo)
+    with routed_as_certified(recipe.parallel) if recipe.parallel.ep > 1 else nullcontext():
+        live = watch_real_step(recipe, worst_shapes(recipe), fill=fill, inside=without_gloo)
     phases = {p: n for p, n in live.peaks.items() if p is not Phase.LOAD}
     kinds = {phase: live.ledger().by_kind(phase) for phase in phases}
     return {"phases": phases, "kinds": kinds, **run(recipe, rank)}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.core.errors import InvalidRequest
+from memfit.parallelism.experts import deal, experts_of
 from memfit.parallelism.tensor import split_products
 from memfit.records.recipe import Parallel, Recipe
 
@@ -70,7 +72,8 @@ def shard(
     of the whole global batch. They are reduced in every micro-batch: to skip that, each rank
     would hold unsharded gradients of the whole model.
 
-    Products that tp ranks share are cut first, and FSDP2 cuts what each has of them.
+    Products that tp ranks share are cut first, and FSDP2 cuts what each has of them. So are experts
+    that are dealt to ranks: those of a layer are a unit within their block, on a mesh of their own.
 
     Under `bf16-mixed` the gathered weights are bf16, gradients are reduced in fp32, and the shards
     are fp32 master copies; nothing is autocast.
@@ -102,6 +105,11 @@ def shard(
     tied = any(id(p) in shared for module in tail for p in module.parameters())
     if not tied and shared:  # of stages, only the first has the embedding, the last the tail
         fully_shard(embedding, reshard_after_forward=reshard, **options)
+    if recipe.parallel.ep > 1:  # whose inputs stand where they stood, also where they are cast
+        own: dict[str, Any] = {"mesh": deal(blocks, recipe.parallel, mesh.device_type)}
+        own["mp_policy"] = replace(policy, cast_forward_inputs=False)
+        for experts in experts_of(blocks):
+            fully_shard(experts, reshard_after_forward=reshard, **options | own)
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, **options)
     if not tied and tail:
@@ -150,20 +158,33 @@ def clip_sharded(
 
     stages: the process group of the ranks that hold other stages.
     """
+    import torch
     import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+    from torch.nn.utils import clip_grads_with_norm_
 
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = get_total_norm(gradients, foreach=True)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()  # the norm of one rank's shards until here
+    meshes: dict[Any, list[nn.Parameter]] = {}  # experts that are dealt have one of their own
+    for parameter in parameters:
+        meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    norm, *others = (_norm(own) for own in meshes.values())
+    if others:
+        norm = torch.linalg.vector_norm(torch.stack((norm, *others)))
     if stages is not None:
         norm = norm.square()
         dist.all_reduce(norm, group=stages)
         norm = norm.sqrt_()
-    clip_grads_with_norm_(parameters, clip_norm, norm, foreach=True)
+    for own in meshes.values():
+        clip_grads_with_norm_(own, clip_norm, norm, foreach=True)
     return norm
+
+
+def _norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Of the whole gradients of parameters that this rank has shards of, on one mesh."""
+    from torch.distributed.tensor import DTensor
+    from torch.nn.utils import get_total_norm
+
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = get_total_norm(gradients, foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def materialise(old: Tensor, device: Any) -> Tensor:

@@ -6,6 +6,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.optimizers import find_optimizer
 from memfit.parallelism.context import why_no_shared_rows
+from memfit.parallelism.experts import why_no_dealt_experts
 from memfit.parallelism.pipeline import why_no_pipeline
 from memfit.parallelism.tensor import why_no_shared_products
 from memfit.records.model import Architecture
@@ -22,6 +23,7 @@ def why_no_mesh(recipe: Recipe, name: str, architecture: Architecture) -> Unsupp
         why_no_pipeline(*arguments)
         or why_no_shared_products(*arguments)
         or why_no_shared_rows(*arguments)
+        or why_no_dealt_experts(*arguments)
     )
 
 
@@ -36,7 +38,7 @@ def check_ranks(recipe: Recipe) -> None:
     ranks, optimizer = recipe.parallel.world, recipe.optimizer
     model = read_model(recipe.model)
     arguments = recipe, model.name, model.architecture
-    refuse(why_no_pipeline(*arguments))
+    refuse(why_no_pipeline(*arguments) or why_no_dealt_experts(*arguments))
     if ranks == 1:
         return
     family = find_optimizer(optimizer)

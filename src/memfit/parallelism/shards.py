@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
+from memfit.parallelism.experts import dealt_shape, is_expert
 from memfit.parallelism.pipeline import stage_model
 from memfit.parallelism.tensor import cut
 from memfit.records.model import Model, Weight
@@ -31,15 +32,25 @@ def shard_index(parallel: Parallel, rank: int) -> int:
 
 def held_shape(weight: Weight, parallel: Parallel, rank: int) -> tuple[int, ...]:
     """The shape of a rank's part of a weight."""
-    return local_shape(cut(weight.name, weight.shape, parallel.tp), parallel, rank)
+    shape = _cut(weight, parallel)
+    if parallel.ep > 1 and is_expert(weight.name):  # as many for all: they divide evenly
+        return (shape[0] // parallel.expert_shards, *shape[1:])
+    return local_shape(shape, parallel, rank)
+
+
+def _cut(weight: Weight, parallel: Parallel) -> tuple[int, ...]:
+    """What the ranks that share products, or experts, have of a weight."""
+    shape = cut(weight.name, weight.shape, parallel.tp)
+    return dealt_shape(weight.name, shape, parallel)
 
 
 @lru_cache(maxsize=64)
 def cut_model(model: Model, parallel: Parallel) -> Model:
-    """The model with every weight as large as what tp ranks have of it, before FSDP2 cuts that."""
-    if parallel.tp == 1:
+    """The model with every weight as large as what tp and ep ranks have of it, before FSDP2 cuts
+    that."""
+    if parallel.tp == parallel.ep == 1:
         return model
-    cuts = (replace(w, shape=cut(w.name, w.shape, parallel.tp)) for w in model.weights)
+    cuts = (replace(w, shape=_cut(w, parallel)) for w in model.weights)
     return replace(model, weights=tuple(cuts))
 
 

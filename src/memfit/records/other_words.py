@@ -128,10 +128,6 @@ def _batch(value: Any) -> Answer:
     )
 
 
-def _experts(value: Any) -> Answer:
-    return Answer({"parallel.ep": value, "framework": "megatron"}, "memfit's own step has no `ep`")
-
-
 def _times(value: Any) -> Answer:
     share = 0.0 if _is_off(value) else round(1 / float(value), 4)
     if not 0 < share < 1:
@@ -338,7 +334,7 @@ WORDS: dict[str, Word] = {
     ),
     "context_parallel_size": _key("parallel.cp"), "cp": _key("parallel.cp"),
     "context_parallel_degree": _key("parallel.cp"),
-    "expert_parallel_size": _experts, "ep": _experts,
+    **dict.fromkeys(("expert_parallel_size", "ep"), _key("parallel.ep")),
     "memory": _key("limits.memory"), "vram": _key("limits.memory"),
     "gpu_memory": _key("limits.memory"), "max_memory": _key("limits.memory"),
     "budget": _key("limits.cost"), "cost": _key("limits.cost"), "price": _key("hardware.price"),

@@ -65,9 +65,13 @@ LATE_IN_PREFERENCE = {
 LATE_IN_REWARD: dict[str, object] = {
     "missing_eos_penalty": 0.0, "adapter": msgspec.to_builtins(RewardAdapter()),
 }  # fmt: skip
+# what an expert of Switch Transformers has room for over an even routing (2101.03961, section 2.2)
+EP_IMBALANCE = 1.25
+# keys of `parallel` that came later, and how older recipes stand
+LATE_IN_PARALLEL: dict[str, object] = {"ep_imbalance": EP_IMBALANCE}
 OWN_AXES = (
     "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp", "pp",
-    "virtual_pp",
+    "virtual_pp", "ep", "ep_imbalance",
 )  # fmt: skip
 
 
@@ -196,6 +200,9 @@ class Parallel(Record, frozen=True, kw_only=True):
     pp: int = 1  # ranks that hold the blocks one after the other
     virtual_pp: int = 1  # pieces of the model that one pp rank holds
     ep: int = 1  # ranks among which the experts are dealt; taken from the data-parallel ones
+    # of memfit's own step: rows that a rank receives for its experts, at most, over those that an
+    # even routing would bring
+    ep_imbalance: float = EP_IMBALANCE
 
     @property
     def dp(self) -> int:
@@ -214,6 +221,11 @@ class Parallel(Record, frozen=True, kw_only=True):
         As torchtitan: every rank has a part, and gradients are summed over all of them.
         """
         return self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks among which FSDP2 cuts what an ep rank of memfit's own mesh has of the experts."""
+        return self.dp_shard // self.ep
 
     def share(self, rank: int) -> int:
         """Which share of the batch a rank of memfit's own mesh reads: neighbours share products,
@@ -312,6 +324,7 @@ class Recipe(Record, frozen=True, kw_only=True):
         if self.lora.scaling == "plain":
             del content["lora"]["scaling"]
         _drop_usual(content["optimizer"], LATE_IN_OPTIMIZER)
+        _drop_usual(content["parallel"], LATE_IN_PARALLEL)
         for late, usual in LATE.items():
             if getattr(self, late) == usual:
                 del content[late]

@@ -37,6 +37,7 @@ from memfit.records.model import ModelReference
 from memfit.records.objectives import check_lora_plus, check_regularisation
 from memfit.records.other_words import describe_word
 from memfit.records.recipe import (
+    EP_IMBALANCE,
     OWN_AXES,
     OWN_STEP,
     OWN_VALUES,
@@ -71,6 +72,8 @@ Money = Annotated[str, msgspec.Meta(description="an amount with its unit, for ex
 Share = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, up to 1")]
 AtLeastOne = Annotated[float, msgspec.Meta(ge=1, description="a number, 1 or more")]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1, description="a number from 0 to below 1")]
+
+Imbalance = Annotated[float, msgspec.Meta(ge=1, description="a number of 1 or more")]
 
 Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5, description="a number from 0 to below 0.5")]
 
@@ -226,6 +229,7 @@ class ParallelRequest(Record, frozen=True, kw_only=True):
     pp: Positive = 1
     virtual_pp: Positive = 1
     ep: Positive = 1
+    ep_imbalance: Imbalance = EP_IMBALANCE
 
     @property
     def stated(self) -> Parallel:

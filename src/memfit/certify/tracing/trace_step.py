@@ -380,6 +380,11 @@ def step_bounds(
         )
     if recipe.parallel.world > 1 and kind == "cpu":
         bounds.append("gloo's own copies of what it reduces are not counted")
+    if recipe.parallel.ep > 1:
+        bounds.append(
+            f"each rank receives {recipe.parallel.ep_imbalance:g}x the tokens of an even routing"
+            " for its experts; training counts them"
+        )
     for who, several in (("ranks that share products", "tp"), ("stages", "pp")):
         if getattr(recipe.parallel, several) > 1 and kind == "cuda":
             bounds.append(

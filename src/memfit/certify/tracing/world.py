@@ -20,8 +20,10 @@ from torch import Tensor
 
 from memfit.certify.tracing.fake_device import set_while
 from memfit.core.errors import NotCertified
+from memfit.meta.layers.routing import count_received
 from memfit.parallelism.collectives import meshes_outside_modes
 from memfit.records.recipe import Parallel
+from memfit.train.distributed import dealt
 
 OnStream = Callable[[int], None]  # told the number of the stream that becomes current
 OnUse = Callable[[Tensor, int], None]  # told a tensor that another stream uses, and which
@@ -45,6 +47,8 @@ def fake_world(
         stack.enter_context(_own_chunk_only())
         if parallel.pp > 1:
             stack.enter_context(_shapes_agreed())
+        if parallel.ep > 1:
+            stack.enter_context(set_while(dealt, "read_sizes", _stated_sizes(parallel)))
         if kind == "cuda":
             stack.enter_context(fake_streams(on_stream))
             stack.enter_context(set_while(torch.Tensor, "record_stream", _recording(on_use)))
@@ -128,6 +132,19 @@ def _shapes_agreed() -> Iterator[None]:
         capability = set_while(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         stack.enter_context(capability)
         yield
+
+
+def _stated_sizes(parallel: Parallel) -> Callable[..., dealt.Sizes]:
+    """How many rows go to the experts of each rank and come from each, where nobody routes: all
+    receive what the recipe allows for."""
+
+    def split(rows: int) -> list[int]:
+        return [rows // parallel.ep + (rank < rows % parallel.ep) for rank in range(parallel.ep)]
+
+    def read_sizes(rows: int, counts: Tensor, arrived: Tensor, ranks: int) -> dealt.Sizes:
+        return split(rows), split(count_received(rows, parallel.ep_imbalance))
+
+    return read_sizes
 
 
 def _recording(on_use: OnUse) -> Callable[[Tensor, Any], None]:

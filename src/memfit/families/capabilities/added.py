@@ -53,6 +53,8 @@ def _why_unsupported(name: str, a: Architecture, recipe: Recipe) -> tuple[str, s
         return f"the experts of `{name}` add their bias into them", blocks
     if recipe.lean:
         return f"`lean: {', '.join(recipe.lean)}` keeps no more than that already", "`lean: none`"
+    if recipe.parallel.ep > 1 and a.experts.shared_ffn:
+        return f"beside the shared expert of `{name}` dealt experts would be gathered again", blocks
     if recipe.parallel.cp > 1:
         return "torch's ring calls its kernels within one operation", blocks
     if recipe.parallel.tp > 1:

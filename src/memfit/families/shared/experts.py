@@ -3,16 +3,15 @@
 Every expert of a layer is one slice of two 3-D parameters, and a layer's tokens are multiplied in
 the order of their experts (train/model/experts.py). What that holds does not depend on the
 routing: one row a token and chosen expert, whoever was chosen. So an imbalance of experts costs no
-memory
-where all experts are on one device or sharded as FSDP2 shards them; it would under expert
-parallelism, where each rank receives the tokens of its own experts.
+memory where all experts are on one device or sharded as FSDP2 shards them. Where they are dealt to
+ranks it does: each receives the tokens of its own experts, as many as the recipe allows for.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit import meta
 from memfit.core.errors import InvalidRequest
@@ -32,6 +31,7 @@ from memfit.families.shared.forward import (
 )
 from memfit.families.shared.weights import Rows, gated_block, head
 from memfit.meta import Tensor
+from memfit.meta.distributed.sharding import Dealt, inner_unit
 from memfit.meta.layers import routing
 from memfit.records.model import Architecture, Experts, Weight
 
@@ -197,7 +197,6 @@ def sparse_and_shared(forward: Forward, weights: Weights, x: Tensor, router: Rou
     return x
 
 
-@module
 def run_experts(
     forward: Forward,
     weights: Weights,
@@ -208,8 +207,29 @@ def run_experts(
 ) -> Tensor:
     """`run_experts` of train/model/experts.py: (tokens, hidden) -> the same; gate: None is `_gate`.
 
-    Where the forward has masks: as Hugging Face's own function.
+    Where the forward has masks: as Hugging Face's own function. Experts that are dealt to ranks are
+    a unit of FSDP2 within their block.
     """
+    unit = inner_unit(weights["mlp.experts.gate_up_proj"])
+    if unit is None:
+        return _run(forward, weights, hidden, chosen, shares, gate)
+    hidden, shares = unit.enter_with(hidden, shares)
+    out = _run(forward, weights, hidden, chosen, shares, gate, unit.sharding.dealt)
+    unit.leave(out)
+    return out
+
+
+@module
+def _run(
+    forward: Forward,
+    weights: Weights,
+    hidden: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    gate: Gate | None,
+    dealt: Dealt | None = None,
+) -> Tensor:
+    """dealt: to which ranks the experts are."""
     if forward.masks is not None:
         return _run_theirs(forward, weights, hidden, chosen, shares, gate or _gate)
     per_token = chosen.shape[1]
@@ -218,14 +238,50 @@ def run_experts(
     numbers = routing.integers(hidden, forward.architecture.experts.count)
     ends = routing.integers(hidden, forward.architecture.experts.count, "int32")
     x = routing.spread(hidden, order, back)
+    deal: Deal | None = None
+    if dealt is not None:
+        deal = _deal(ends, routing.count_received(order.shape[0], dealt.imbalance), dealt.ranks)
+        ends, ordered = deal.ends, deal.numbers
+        x = routing.exchange(x, deal.order.shape[0])
+        x = routing.restore(x, deal.back, deal.order)
     x = _product(forward, weights, "mlp.experts.gate_up_proj", x, ends, ordered)
     x = (gate or _gate)(forward, x)
     x = _product(forward, weights, "mlp.experts.down_proj", x, ends, ordered)
+    if deal is not None:
+        x = routing.restore(x, deal.order, deal.back)
+        x = routing.exchange(x, order.shape[0])
     x = routing.restore(x, order, back)
     x = meta.mul(meta.view(x, -1, per_token, hidden.shape[1]), routing.add_dimension(shares))
     x = meta.cast(routing.total(x, 1), hidden.dtype)
-    del ordered, numbers  # alive until here
+    del ordered, numbers, deal  # alive until here
     return x
+
+
+class Deal(NamedTuple):
+    """As train/distributed/dealt.py has it."""
+
+    order: Tensor
+    back: Tensor
+    ends: Tensor
+    numbers: Tensor
+
+
+def _deal(ends: Tensor, rows: int, ranks: int) -> Deal:
+    """`deal_rows` of train/distributed/dealt.py, of a rank that receives `rows`."""
+    count = ends.shape[0]
+    counts, arrived = routing.integers(ends, count, "int32"), routing.integers(ends, count, "int32")
+    own = routing.integers(ends, count // ranks)
+    experts = routing.integers(ends, count)
+    del own
+    places = routing.integers(ends, rows)
+    each = routing.integers(ends, rows)
+    del places
+    numbers, order = routing.sort(each)
+    back = _inverse(order)
+    firsts = routing.integers(ends, count // ranks)
+    found = Deal(order, back, routing.integers(ends, count // ranks, "int32"), numbers)
+    del counts, arrived, experts, each, firsts  # alive until here
+    return found
 
 
 def _run_theirs(

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 
+from msgspec.structs import replace
+
 from memfit.base_formats import stored_tensors
 from memfit.meta.autograd import Gradients, Node, record
 from memfit.meta.elementwise import Incoming, attach
@@ -25,6 +27,15 @@ SHARDS = "shards"  # the owner of reduced gradients
 # FSDP2's streams, as FSDPCommContext makes them; the default stream is 0
 GATHERING, REDUCING = 1, 3
 OnReduced = Callable[[Tensor], None]
+
+
+class Dealt(Record, frozen=True, kw_only=True):
+    """How the experts of a layer are dealt to ranks (`parallelism.experts`)."""
+
+    ranks: int
+    imbalance: float  # rows that a rank receives over those of an even routing
+    parts: int  # ranks among which FSDP2 cuts what one has of the experts
+    part: int  # this one's place among them
 
 
 class Sharding(Record, frozen=True, kw_only=True):
@@ -43,6 +54,7 @@ class Sharding(Record, frozen=True, kw_only=True):
     joins: bool = False  # a tied embedding is of that unit, which is whole as long as a root's
     reads: bool = False  # nothing runs the head: its weight is gathered where it is read
     defers: bool = False  # gradients wait unsharded until the last micro-batch (`no_sync`)
+    dealt: Dealt | None = None
     flat: bool = False  # FSDP1's units (`sizes.flat`), beside which autocast does what it does
 
     def padded(self, shape: Shape) -> int:
@@ -54,6 +66,12 @@ class Sharding(Record, frozen=True, kw_only=True):
         rows = -(-shape[0] // self.shards)
         return (max(0, min(rows, shape[0] - self.shard * rows)), *shape[1:])
 
+    @property
+    def of_experts(self) -> Sharding:
+        """How it holds the experts that are dealt to it."""
+        assert self.dealt is not None
+        return replace(self, shards=self.dealt.parts, shard=self.dealt.part)
+
     def gathered(self, dtype: str) -> str:
         """The dtype of a weight while it is whole."""
         return self.low if self.low and dtype == "float32" else dtype
@@ -62,10 +80,11 @@ class Sharding(Record, frozen=True, kw_only=True):
 class Whole(Storage):
     """The bytes of a gathered weight, which come and go while tensors refer to them."""
 
-    __slots__ = ("held", "nbytes")
+    __slots__ = ("held", "inner", "nbytes")
 
     def __init__(self, meter: Meter, nbytes: int) -> None:
         self.meter, self.nbytes = meter, nbytes
+        self.inner: Unit | None = None  # the unit within a block that the weight is of
         self.index, self.call, self.held = -1, 0, False
 
     def fill(self) -> None:
@@ -94,6 +113,7 @@ class Shared:
         self.gathering: Tensor | None = None  # a forward's buffer, kept until the next copies out
         self.reducing: list[Tensor] = []  # a reduction's input, kept until the next begins
         self.syncs = True  # whether this micro-batch's gradients are reduced
+        self.backward = False  # whether a backward runs: forwards are of recomputed blocks
 
     def end_forward(self) -> None:
         """The root's forward is over."""
@@ -101,6 +121,7 @@ class Shared:
 
     def end_backward(self) -> None:
         """After all units: nothing is on its way any more."""
+        self.backward = False
         self.reducing.clear()
         self.order.clear()
 
@@ -108,8 +129,11 @@ class Shared:
 class Unit:
     """Weights that are gathered, and whose gradients are reduced, together."""
 
-    def __init__(self, shared: Shared, owner: str, *, reshards: bool) -> None:
+    def __init__(self, shared: Shared, owner: str, *, reshards: bool, inner: bool = False) -> None:
+        """inner: of experts within a block, which are dealt to ranks."""
         self.shared, self.owner, self.reshards = shared, owner, reshards
+        self.inner = inner
+        self.sharding = shared.sharding.of_experts if inner else shared.sharding
         self.weights: list[tuple[Tensor, Tensor]] = []  # whole, and this rank's shard
         self.summed: list[Tensor] = []  # of those, whole weights on each of the tp ranks
         self.gradient: Tensor | None = None  # of all shards: they are views of one buffer
@@ -125,7 +149,7 @@ class Unit:
 
         Of a quantised one each tensor that holds it is cut and gathered.
         """
-        sharding, meter = self.shared.sharding, self.shared.meter
+        sharding, meter = self.sharding, self.shared.meter
         if dtype == QUANTISED_DTYPE and sharding.coding:
             held = stored_tensors(sharding.coding, shape)
             codes, *_ = [self._add(t.shape, t.dtype, trainable=False) for t in held]
@@ -136,10 +160,12 @@ class Unit:
         return whole
 
     def _add(self, shape: Shape, dtype: str, *, trainable: bool) -> Tensor:
-        sharding, meter = self.shared.sharding, self.shared.meter
+        sharding, meter = self.sharding, self.shared.meter
         gathered = sharding.gathered(dtype)
         nbytes = sharding.padded(shape) * sharding.shards * DTYPE_BYTES[gathered]
-        whole = Tensor(meter, shape, gathered, row_major(shape), Whole(meter, nbytes))
+        storage = Whole(meter, nbytes)
+        storage.inner = self if self.inner else None
+        whole = Tensor(meter, shape, gathered, row_major(shape), storage)
         whole.requires_grad = trainable
         shard = parameter(meter, sharding.local(shape), dtype, trainable=trainable)
         self.weights.append((whole, shard))
@@ -149,9 +175,18 @@ class Unit:
 
     def enter(self, x: Tensor) -> Tensor:
         """Before the forward of a module with this input: the same, marked where it enters."""
+        return self.enter_with(x)[0]
+
+    def enter_with(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The same of several inputs. A block that is recomputed may enter an inner unit whose
+        backward has begun: it is whole, and its hooks are there."""
+        if self._state == "backward":
+            return inputs
         self.gather()
-        node = record(self._leave_backward, (x,))
-        return x if node is None else attach(node, x.detached())
+        node = record(self._leave_backward, [x for x in inputs if x.requires_grad])
+        if node is None:
+            return inputs
+        return tuple(attach(node, x.detached()) if x.requires_grad else x for x in inputs)
 
     def gather(self) -> None:
         """Before a forward whose input has no gradient."""
@@ -161,6 +196,11 @@ class Unit:
 
     def leave(self, out: Tensor) -> None:
         """After the forward; out: what a backward begins with."""
+        if self._state == "backward":
+            return
+        if self.shared.backward:  # of a block that is recomputed
+            self._state = ""
+            return
         if self.reshards:
             self.give_up()
         self._places.append(len(self.shared.order))
@@ -182,7 +222,7 @@ class Unit:
     def _fetch(self) -> None:
         if self._pending is not None or self._whole:
             return
-        sharding, meter = self.shared.sharding, self.shared.meter
+        sharding, meter = self.sharding, self.shared.meter
         if sharding.shards == 1:
             self._pending = []
             return
@@ -199,14 +239,14 @@ class Unit:
 
     def _cast(self) -> list[Tensor]:
         """This rank's shards as they are gathered, where they are not already so: one buffer."""
-        sharding, meter = self.shared.sharding, self.shared.meter
+        sharding, meter = self.sharding, self.shared.meter
         narrower = (w for w, shard in self.weights if w.dtype != shard.dtype)
         cast = sum(sharding.padded(w.shape) for w in narrower)
         return [empty(meter, (cast,), sharding.low, Kind.ALL_GATHER)] if cast else []
 
     def _from_host(self) -> list[Tensor]:
         """Each of this rank's shards, copied to the device and cast there."""
-        sharding, meter = self.shared.sharding, self.shared.meter
+        sharding, meter = self.sharding, self.shared.meter
         found = []
         for weight, shard in self.weights:
             size = (sharding.padded(weight.shape),)
@@ -223,7 +263,7 @@ class Unit:
         previous: Tensor | None = None  # a local variable of torch's, too: alive until the end
         if forward:
             previous, self.shared.gathering = self.shared.gathering, None
-        before, alone = self._owned(), self.shared.sharding.shards == 1
+        before, alone = self._owned(), self.sharding.shards == 1
         for weight, shard in self.weights:
             part = None
             if alone and weight.dtype != shard.dtype:
@@ -285,7 +325,7 @@ class Unit:
             self.shared.meter.owner = before
 
     def _reduce(self, grads: list[Tensor], trained: Sequence[Tensor]) -> None:
-        shared, sharding, meter = self.shared, self.shared.sharding, self.shared.meter
+        shared, sharding, meter = self.shared, self.sharding, self.shared.meter
         dtype = sharding.wide or grads[0].dtype
         part = sum(sharding.padded(grad.shape) for grad in grads)
         entering = empty(meter, (part * sharding.shards,), dtype, Kind.REDUCE_SCATTER)
@@ -315,7 +355,7 @@ class Unit:
         """A rank's part of the gradients, until the optimizer's step."""
         meter, index = self.shared.meter, reduced.storage.index
         meter.kinds[index] = Kind.GRADIENTS
-        if self.shared.sharding.defers:  # others wait unsharded, in the pool of all else
+        if self.sharding.defers:  # others wait unsharded, in the pool of all else
             meter.owners[index] = SHARDS
         self.gradient = reduced
 
@@ -333,6 +373,11 @@ def whole(weight: Tensor) -> Tensor:
     if not isinstance(weight.storage, Whole) or weight.storage.held:
         return weight
     return empty(weight.meter, weight.shape, weight.dtype, Kind.ALL_GATHER)
+
+
+def inner_unit(weight: Tensor) -> Unit | None:
+    """The unit within a block that a weight is of; None where it is of the block's or of none."""
+    return weight.storage.inner if isinstance(weight.storage, Whole) else None
 
 
 def _bytes_of(weight: Tensor) -> Whole:

@@ -254,3 +254,25 @@ def _grouped_weights(grad: Tensor, x: Tensor, groups: int, by_column: bool) -> T
         return empty(grad.meter, (groups, k, n), grad.dtype)
     product = empty(grad.meter, (groups, n, k), grad.dtype)
     return product.viewed((groups, k, n), (n * k, 1, k))
+
+
+def count_received(rows: int, imbalance: float) -> int:
+    """Rows that a rank is taken to receive for its experts, where each rank sends `rows`.
+
+    imbalance: over what an even routing brings, which is as many; in hundredths.
+    """
+    return rows if imbalance == 1 else rows * round(100 * imbalance) // 100
+
+
+def exchange(x: Tensor, rows: int) -> Tensor:
+    """(sent, width) -> (rows, width), from other ranks; `exchange` of train/distributed/dealt.py."""
+    node = record(_exchange_backward(x.shape), (x,))
+    return attach(node, empty(x.meter, (rows, *x.shape[1:]), x.dtype))
+
+
+def _exchange_backward(shape: Shape) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        return (empty(grad.meter, shape, grad.dtype),)
+
+    return rule

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from memfit.parallelism.experts import is_expert
 from memfit.parallelism.pipeline import owner_of
 from memfit.parallelism.shards import held_shape
 from memfit.parallelism.tensor import cut, cut_dim
@@ -50,6 +51,9 @@ def highest_gather(model: Model, recipe: Recipe, rank: int) -> list[int]:
 def _gather(weight: Weight, recipe: Recipe, rank: int) -> list[int]:
     """The chain of one weight of this rank's stage; ranks are gathered along dimension 0."""
     parallel, each = recipe.parallel, DTYPE_BYTES[weight.dtype]
+    if parallel.ep > 1 and is_expert(weight.name):  # which divide evenly, over both their axes
+        whole = prod(weight.shape) * each
+        return [whole // parallel.ep, whole] if parallel.expert_shards > 1 else [whole]
     shared = cut(weight.name, weight.shape, parallel.tp)
     chain: list[int] = []
     if parallel.shards > 1:

@@ -18,7 +18,7 @@ from memfit.optimizers import optimizers
 from memfit.plan.request.data_size import DataSize, estimate_data
 from memfit.plan.request.model_reference import expand
 from memfit.plan.request.objectives.sampled import describe_sampled
-from memfit.records.recipe import Recipe
+from memfit.records.recipe import EP_IMBALANCE, Recipe
 from memfit.records.request import LoraRequest, Request, Task
 
 ASSUMED_STEPS = 1000  # where neither a length nor data is given
@@ -103,12 +103,24 @@ def _describe_score(recipe: Recipe) -> str:
     return "the score head starts from random numbers, unless the model's files have one"
 
 
+def _describe_routing(request: Request, recipe: Recipe) -> str:
+    own = recipe.parallel
+    stated = request.parallel != "auto" and request.parallel.ep_imbalance != EP_IMBALANCE
+    if own.ep == 1 or stated or not recipe.is_own:
+        return ""
+    return (
+        f"no rank receives over {own.ep_imbalance:g}x the tokens of an even routing for its experts"
+        " (`parallel.ep_imbalance`)"
+    )
+
+
 def describe_assumed(request: Request, recipe: Recipe) -> tuple[str, ...]:
     """Lines on what the request leaves at its default, but for rows' length and steps."""
     lines = [
         _describe_batch(request, recipe),
         describe_sampled(request, recipe),
         _describe_score(recipe),
+        _describe_routing(request, recipe),
         _describe_adapter(request, recipe),
     ]
     if recipe.is_own:  # others' plans name each default of their framework

@@ -145,6 +145,8 @@ def describe_mesh(parallel: Parallel) -> str:
     shards = f"{parallel.dp_shard} shards" if parallel.dp_shard > 1 else ""
     tokens = f"{parallel.cp} to a row" if parallel.cp > 1 else ""
     products = f"{parallel.tp} to a product" if parallel.tp > 1 else ""
+    experts = f" (experts on {parallel.ep})" if parallel.ep > 1 else ""
+    shards += experts
     stages = f"{parallel.stages} stages" if parallel.pp > 1 else ""
     stages += f" on {parallel.pp} ranks" if parallel.virtual_pp > 1 else ""
     suffix = "" if parallel.reshard_after_forward or parallel.shards == 1 else ", kept gathered"

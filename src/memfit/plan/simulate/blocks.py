@@ -407,6 +407,8 @@ class Simulation:
         self.mark("head", "loss")
         product = meta.mul(loss, self.scale) if self.setting.precision.scaled else loss
         meter.on_product = self.product_begins
+        if self.units is not None:
+            self.units.shared.backward = True
         with meter.with_autocast(False):
             meta.backward(product, self.watch(boundaries))
         self.pass_all(boundaries)

@@ -10,7 +10,8 @@ from memfit import meta
 from memfit.families.shared.forward import Forward, Weights
 from memfit.meta import Meter, Tensor
 from memfit.meta.distributed.flat import FlatUnit
-from memfit.meta.distributed.sharding import OnReduced, Sharding, Shared, Unit
+from memfit.meta.distributed.sharding import Dealt, OnReduced, Sharding, Shared, Unit
+from memfit.parallelism.experts import is_expert
 from memfit.parallelism.shards import shard_index
 from memfit.parallelism.tensor import cut_dim
 from memfit.records.model import DTYPE_BYTES, Model
@@ -38,7 +39,17 @@ def find_sharding(recipe: Recipe, rank: int) -> Sharding | None:
         tp=parallel.tp,
         coding=recipe.coding,
         on_host=recipe.offload == "parameters",
+        dealt=_find_dealt(recipe, rank) if parallel.ep > 1 else None,
     )
+
+
+def _find_dealt(recipe: Recipe, rank: int) -> Dealt:
+    parallel = recipe.parallel
+    place = rank % parallel.dp_shard // parallel.ep
+    return Dealt(
+        ranks=parallel.ep, imbalance=parallel.ep_imbalance,
+        parts=parallel.expert_shards, part=place,
+    )  # fmt: skip
 
 
 class Units:
@@ -51,6 +62,7 @@ class Units:
         self.embedding: Unit | None = None
         self.tail: Unit | None = None  # final norm and head
         self.blocks: list[Unit] = []
+        self.experts: dict[int, Unit] = {}  # that are dealt to ranks, by block
         self._joined = False  # whether the root's unit is the head's, too, as accelerate ties them
 
     def outside(self, rows: Iterable[Named], owner: Callable[[str], str], *, tied: bool) -> Weights:
@@ -84,9 +96,16 @@ class Units:
 
     def block(self, rows: Iterable[Named]) -> Weights:
         """The weights of one more block."""
-        unit = self._make(self.shared, "blocks", reshards=self.shared.sharding.reshards)
+        sharding, rows = self.shared.sharding, list(rows)
+        unit = self._make(self.shared, "blocks", reshards=sharding.reshards)
         self.blocks.append(unit)
-        return fill(unit, rows)
+        routed = [row for row in rows if sharding.dealt is not None and is_expert(row[0])]
+        made = fill(unit, (row for row in rows if row not in routed))
+        if routed:
+            inner = Unit(self.shared, "blocks", reshards=sharding.reshards, inner=True)
+            self.experts[len(self.blocks) - 1] = inner
+            made |= fill(inner, routed)
+        return {row[0]: made[row[0]] for row in rows}
 
     def begin(self, forward: Forward) -> Forward:
         """The root's forward begins; what the model's own code must know of units."""
@@ -116,6 +135,8 @@ class Units:
         for index, unit in enumerate(self.blocks):
             mark(f"block {index}", "blocks")
             unit.finish()
+            if index in self.experts:
+                self.experts[index].finish()
         mark("tail", "head")
         if self.tail is not None:
             self.tail.finish()
@@ -147,7 +168,8 @@ def fill(unit: Unit, rows: Iterable[Named]) -> Weights:
 
 
 def gradient_bytes(model: Model, sharding: Sharding) -> list[int]:
-    """Bytes of each unit's reduced gradients, which are one buffer; model: as tp ranks cut it."""
+    """Bytes of each unit's reduced gradients, which are one buffer; model: as tp and ep ranks cut
+    it."""
     tied = model.architecture.tied_embeddings
     token = next((w.name for w in model.weights if w.part == "embedding"), "")
     units: dict[str, int] = {}
@@ -157,6 +179,9 @@ def gradient_bytes(model: Model, sharding: Sharding) -> list[int]:
         unit_name = f"block {w.layer}" if w.layer >= 0 else "root"
         if w.layer < 0 and not tied and (w.part in ENDS or w.name == token):
             unit_name = "tail" if w.part in ENDS else "embedding"
-        nbytes = sharding.padded(w.shape) * DTYPE_BYTES[w.dtype]
+        own = sharding
+        if sharding.dealt is not None and is_expert(w.name):
+            unit_name, own = f"experts {w.layer}", sharding.of_experts
+        nbytes = own.padded(w.shape) * DTYPE_BYTES[w.dtype]
         units[unit_name] = units.get(unit_name, 0) + nbytes
     return list(units.values())

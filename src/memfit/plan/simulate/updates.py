@@ -23,6 +23,7 @@ from memfit.optimizers import Counted, find_optimizer
 from memfit.optimizers.shared.gathered import find_gathers
 from memfit.optimizers.shared.groups import in_order, split_specs
 from memfit.optimizers.shared.offloaded import stays
+from memfit.parallelism.experts import is_expert
 from memfit.parallelism.pipeline import stage_model
 from memfit.parallelism.shards import cut_model, local_model
 from memfit.plan.simulate.blocks import ROUNDING, Part, Parts, owner_of
@@ -30,7 +31,7 @@ from memfit.plan.simulate.fsdp_units import find_sharding, gradient_bytes
 from memfit.plan.simulate.segments import Segment
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind
-from memfit.records.model import DTYPE_BYTES, Model, TensorSpec
+from memfit.records.model import DTYPE_BYTES, Model, TensorSpec, Weight
 from memfit.records.recipe import Optimizer, Recipe
 
 TEMPORARY: Part = (Kind.TEMPORARY, "optimizer")
@@ -215,19 +216,33 @@ class _Around:
     def _clip(self, line: _Line) -> None:
         if not self.recipe.optimizer.clip_norm or self.on_host:
             return
-        scalar, count = DTYPE_BYTES[self.recipe.trainable_dtype], len(self.trainable)
-        each = [scalar] * count
-        norms = hold(TEMPORARY, each, self.device)
-        if not self.device.is_cpu:
-            norms[Kind.WORKSPACE, "optimizer"] = foreach_norm([s.numel for s in self.trainable])
-        line.note(norms)
-        held = self.sharding
-        axes = 0 if held is None else (held.shards > 1) + (held.tp > 1)  # along which norms differ
-        if not axes:
-            line.note(hold(TEMPORARY, [*each, scalar * count, scalar], self.device))
-        else:  # the ranks' norms are squared, summed and their root taken, all of them at once
-            line.note(hold(TEMPORARY, [*each, *[scalar * count] * (3 + axes)], self.device))
-        line.add({TEMPORARY: scalar})  # the norm, held until the step has returned it
+        scalar = DTYPE_BYTES[self.recipe.trainable_dtype]
+        for number, (own, axes) in enumerate(self._meshes()):
+            count = len(own)
+            each = [scalar] * count
+            norms = hold(TEMPORARY, each, self.device)
+            if not self.device.is_cpu:
+                norms[Kind.WORKSPACE, "optimizer"] = foreach_norm([w.numel for w in own])
+            line.note(norms)
+            if not axes:
+                line.note(hold(TEMPORARY, [*each, scalar * count, scalar], self.device))
+            else:  # the ranks' norms are squared, summed and their root taken, all of them at once
+                all_at_once = [scalar * count] * (3 + axes)
+                line.note(hold(TEMPORARY, [*each, *all_at_once], self.device))
+            if not number:
+                line.add({TEMPORARY: scalar})  # the norm, held until the step has returned it
+
+    def _meshes(self) -> Iterator[tuple[list[Weight], int]]:
+        """What is trained, by the mesh that it lies on, and along how many axes norms differ."""
+        held, trained = self.sharding, [w for w in self.model.weights if w.trainable]
+        axes = 0 if held is None else (held.shards > 1) + (held.tp > 1)
+        if held is None or held.dealt is None:
+            yield trained, axes
+            return
+        routed = [w for w in trained if is_expert(w.name)]
+        yield [w for w in trained if w not in routed], axes
+        if routed:
+            yield routed, (held.dealt.parts > 1) + 1
 
     def _update(self, specs: Sequence[TensorSpec], settings: Optimizer) -> Parts:
         if self.on_host:

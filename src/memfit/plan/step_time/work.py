@@ -316,7 +316,7 @@ def expert_weights(shape: Shape) -> Number:
 
 def gathered_elements(shape: Shape, layout: Layout) -> Number:
     """Elements of one block that FSDP gathers and reduces: of this rank's tp and ep share."""
-    routed = where(layout.mesh.dp * layout.mesh.cp * layout.mesh.tp > layout.mesh.ep, 1.0, 0.0)
+    routed = where(layout.mesh.shard * layout.mesh.cp * layout.mesh.tp > layout.mesh.ep, 1.0, 0.0)
     plain = plain_weights(shape) / layout.mesh.tp
     return plain + routed * expert_weights(shape) / layout.mesh.ep
 

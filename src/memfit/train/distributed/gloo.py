@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from memfit.train.measure.live import LiveBytes
 
-# those that FSDP2 calls, by their names in any torch from 2.11; and that stages hand weights on by
+# those that FSDP2 calls, by their names in any torch from 2.11; that stages hand weights on by, and
+# rows to experts
 COLLECTIVES = (
     "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",
-    "reduce_scatter_tensor", "all_reduce", "broadcast",
+    "reduce_scatter_tensor", "all_reduce", "broadcast", "all_to_all_single",
 )  # fmt: skip
 # that DTensor calls (norms, whole weights) and torch's ring (keys, values and their gradients)
 FUNCTIONAL = ("all_reduce", "all_gather_tensor", "all_gather_single", "permute_tensor")

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import grouped_mm
 
 from memfit.core.libraries import quiet_import
+from memfit.train.distributed.dealt import deal_rows, exchange
 
 with quiet_import():
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -43,9 +45,18 @@ def run_experts(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) ->
     numbers = torch.arange(experts.num_experts, device=order.device)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
     x = _Spread.apply(hidden, order, back, per_token)  # type: ignore[no-untyped-call]
+    group = getattr(experts, "group", None)  # of the ranks that the experts are dealt to
+    deal = None if group is None else deal_rows(len(order), ends, group)
+    if deal is not None:
+        ends, ordered = deal.ends, deal.numbers
+        x = exchange(x, deal.sizes, group)
+        x = _Restore.apply(x, deal.back, deal.order)  # type: ignore[no-untyped-call]
     x = _product(experts, "gate_up_proj", x, ends, ordered)
     x = experts._apply_gate(x)
     x = _product(experts, "down_proj", x, ends, ordered)
+    if deal is not None:
+        x = _Restore.apply(x, deal.order, deal.back)  # type: ignore[no-untyped-call]
+        x = exchange(x, deal.sizes[::-1], group)
     x = _Restore.apply(x, order, back)  # type: ignore[no-untyped-call]
     x = x.view(-1, per_token, hidden.shape[-1]) * shares.unsqueeze(-1)
     out: Tensor = x.sum(dim=1, dtype=x.dtype).to(hidden.dtype)
@@ -54,7 +65,7 @@ def run_experts(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) ->
 
 def _product(experts: Any, name: str, x: Tensor, ends: Tensor, ordered: Tensor) -> Tensor:
     """Each group of rows with its expert's matrix: (rows, columns) -> (rows, others)."""
-    weight = getattr(experts, name)
+    weight = _own(getattr(experts, name))
     if not experts.is_transposed:
         weight = weight.transpose(-2, -1)
     device = x.device.type
@@ -62,7 +73,12 @@ def _product(experts: Any, name: str, x: Tensor, ends: Tensor, ordered: Tensor) 
     product: Tensor = grouped_mm(x.to(dtype), weight.to(dtype), offs=ends)
     if not experts.has_bias:
         return product
-    return product.add_(getattr(experts, f"{name}_bias")[ordered])
+    return product.add_(_own(getattr(experts, f"{name}_bias"))[ordered])
+
+
+def _own(weight: Tensor) -> Tensor:
+    """What this rank has of all experts, where they are dealt to ranks."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class _Spread(torch.autograd.Function):

@@ -49,6 +49,7 @@ from memfit.train.checkpoint.sharded import Saver
 from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.data.prepare import build_samplers, read_data
 from memfit.train.data.sampler import Micro
+from memfit.train.distributed.dealt import received
 from memfit.train.distributed.ranks import MoreRanks, Ranks, explained_loss
 from memfit.train.habits.callbacks import Callbacks
 from memfit.train.habits.continuing import describe_continuation
@@ -585,6 +586,7 @@ def _save(session: Session, built: Built, log: Log, step: int) -> None:
     _check_weights(session, built, step)
     log.flush()
     session.note_outliers(count_outliers(built.model))
+    session.note_routing(received.take())
     digest, saver = session.data.training.digest, session.saver
     keep = Keep(session.cadence.keep, session.judged.best)
 

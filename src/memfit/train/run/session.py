@@ -92,6 +92,7 @@ class Session:
     # step and value of each evaluation, where they are compared
     evaluated: list[tuple[int, float]] = field(default_factory=list)
     outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
+    received: float = 0.0  # of dealt experts: a rank's most rows over those of an even routing
     callbacks: Callbacks = field(init=False)  # the user's own, or of other packages
     metrics: Metrics = field(init=False)  # the same
     samples: Samples | None = None  # prompts that are answered while it trains
@@ -165,6 +166,20 @@ class Session:
                 f" the certificate counts on {allowed:.2%}: raise `quantisation.outlier_share`"
             )
 
+    def note_routing(self, most: float) -> None:
+        """Keep for run.json how uneven the routing was, and warn of what no certificate counts on.
+
+        most: rows that this rank received for its experts over those of an even routing.
+        """
+        self.received = max(self.received, most)
+        allowed = self.recipe.parallel.ep_imbalance
+        if most > allowed:
+            self.warn(
+                f"rank {self.ranks.rank} received {most:.2f}x the tokens of an even routing for its"
+                f" experts, and the certificate counts on {allowed:g}x: raise"
+                " `parallel.ep_imbalance`"
+            )
+
     def compare(self) -> None:
         """Warn of what is above the certificate by now, naming who holds it."""
         for warning in self.watcher.look(self.meter.counters(), self.done):
@@ -207,6 +222,28 @@ def _describe_held_out(session: Session, row: dict[str, Any]) -> str:
     return f"{read} held-out {unit}" + (f", standard error {error:.2g}" if error else "")
 
 
+def _counted(session: Session) -> dict[str, Any]:
+    """What depends on the data's values, and what was certified for it."""
+    found: dict[str, Any] = {}
+    if session.outliers is not None:
+        counter = "columns that LLM.int8's kernels found outliers in, over all columns"
+        mean, most = session.outliers
+        found["quantisation.outlier_share"] = _measured(mean, "of columns", counter)
+        found["quantisation.largest_outlier_share"] = _measured(
+            most,
+            "of columns",
+            f"the same of one projection and micro-batch, at most; certified for"
+            f" {session.recipe.quantisation.outlier_share:.2%}",
+        )
+    if session.received:
+        found["experts.largest_imbalance"] = _measured(
+            session.received, "x",
+            "the most rows that this rank received for its experts over an even routing's;"
+            f" certified for {session.recipe.parallel.ep_imbalance:g}",
+        )  # fmt: skip
+    return found
+
+
 def write_run(session: Session, done: int, *, finished: bool) -> Run:
     """Write run.json from the log and the counters; of ranks, each its own.
 
@@ -222,16 +259,7 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
     if waits:
         found[f"time.{EXPOSED}"] = _measured(median(waits), "s", COUNTED, len(waits))
     found["time.total_seconds"] = _measured(total, "s", "perf_counter, all steps", len(rows))
-    if session.outliers is not None:
-        counter = "columns that LLM.int8's kernels found outliers in, over all columns"
-        mean, most = session.outliers
-        found["quantisation.outlier_share"] = _measured(mean, "of columns", counter)
-        found["quantisation.largest_outlier_share"] = _measured(
-            most,
-            "of columns",
-            f"the same of one projection and micro-batch, at most; certified for"
-            f" {session.recipe.quantisation.outlier_share:.2%}",
-        )
+    found |= _counted(session)
     unit = "nats/pair" if session.recipe.prefers else "nats/token"
     if session.recipe.rates:
         unit = "of an answer"

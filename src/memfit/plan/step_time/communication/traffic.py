@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from memfit.plan.frameworks import find_framework
 from memfit.plan.step_time import work
-from memfit.plan.step_time.arrays import change
+from memfit.plan.step_time.arrays import change, larger
 from memfit.plan.step_time.predicted_time import Totals
 from memfit.plan.step_time.read import read_basis, read_layout
 from memfit.plan.step_time.work import Layout, Shape
@@ -31,6 +31,7 @@ def describe_traffic(totals: Totals, recipe: Recipe) -> tuple[Traffic, ...]:
         trained = sum(totals.trained) + totals.head_trained
         layout = change(layout, trains=trained / products)
     rows = [*_data(shape, layout), *_tensor(shape, layout), *_context(shape, layout)]
+    rows += _experts(shape, layout)
     return tuple(row for row in (*rows, *_stages(shape, layout)) if row.nbytes)
 
 
@@ -49,7 +50,9 @@ def _data(shape: Shape, layout: Layout) -> Iterator[Traffic]:
     """Weights and gradients among data-parallel ranks."""
     shards, copies = layout.mesh.shard * layout.mesh.cp, layout.mesh.dp / layout.mesh.shard
     plain, routed = work.own_weights(shape, layout)
-    elements = plain + routed
+    parts = larger(shards / layout.mesh.ep, 1)  # ranks that have the same experts
+    dealt = layout.mesh.ep > 1 and layout.mesh.zero >= 3
+    elements = plain if dealt else plain + routed
     ends = shape.vocab * shape.hidden / layout.mesh.tp / layout.mesh.pp
     times = layout.rows.accumulation if layout.mesh.zero >= 3 and layout.mesh.pp == 1 else 1.0
     gradients = layout.update.trains * layout.sent.gradient_bytes * elements * times
@@ -63,6 +66,12 @@ def _data(shape: Shape, layout: Layout) -> Iterator[Traffic]:
         reason = f"weights, {layout.sent.gathered:g} B each, gathered {passes:g} times{often}"
         yield _sent("dp_shard", "all_gather", shards, gathered, reason)
         yield _sent("dp_shard", "reduce_scatter", shards, gradients, wire)
+        if dealt:
+            weights = layout.sent.gathered * passes * routed * times
+            yield _sent("dp_shard", "all_gather", parts, weights, f"experts' {reason}")
+            of_experts = layout.update.trains * layout.sent.gradient_bytes * routed * times
+            yield _sent("dp_shard", "reduce_scatter", parts, of_experts, f"{wire} of an expert")
+            gradients += of_experts * shards / parts
     elif shards > 1 and layout.mesh.zero >= 1:
         yield _sent("dp_shard", "reduce_scatter", shards, gradients, wire)
         updated = layout.update.trains * 2 * elements
@@ -87,6 +96,20 @@ def _tensor(shape: Shape, layout: Layout) -> Iterator[Traffic]:
         yield _sent("tp", "reduce_scatter", layout.mesh.tp, count * each, reason)
     else:
         yield _sent("tp", "all_reduce", layout.mesh.tp, count * each, reason)
+
+
+def _experts(shape: Shape, layout: Layout) -> Iterator[Traffic]:
+    """Tokens to the ranks of their experts and back, of an even routing: in the forward, in the
+    backward, and in the forward of recomputed blocks."""
+    if layout.mesh.ep <= 1:
+        return
+    recomputed = layout.recompute.repeated + layout.recompute.selective
+    blocks = (1 - shape.plain) * shape.layers / layout.mesh.pp * layout.rows.accumulation
+    width = layout.numbers.element * shape.hidden
+    each = work.routed_tokens(shape, layout) * width
+    reason = f"tokens to their experts and back, {shape.per_token:g} experts each"
+    count = (4 + 2 * recomputed) * blocks
+    yield _sent("ep", "all_to_all", layout.mesh.ep, count * each, reason)
 
 
 def _context(shape: Shape, layout: Layout) -> Iterator[Traffic]:
