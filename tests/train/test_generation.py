@@ -1,16 +1,21 @@
 """The batched loop: Hugging Face's `generate` token for token, whatever the slots."""
 
+from collections import Counter
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.families.capabilities.kv_cache import cache_bytes, layer_caches
 from memfit.train.generation import loop
 from memfit.train.generation.loop import Settings, generate_batch
+from memfit.train.generation.products import quick_products
 from memfit.train.generation.slots import Slots
 from tiny_models import CONFIGS, FAMILIES, VOCAB, hugging_face, make_built, make_recipe
 
@@ -285,3 +290,37 @@ def test_the_spare_row_is_as_long_as_prompts():
     assert [b - a for a, b in pairwise(sizes)] == [3 * 2 * 2 * 8 * 4, 0]
     more = [cache_bytes(a.architecture, rows=8, tokens=n, dtype="float32", spare=4) for n in (4, 5)]
     assert more == [9 * sizes[0], 8 * sizes[1] + sizes[0]]
+
+
+ONE_DNN = torch.ops.mkldnn._linear_pointwise.default
+
+
+class Called(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.times = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.times[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch asks oneDNN anyway")
+@pytest.mark.parametrize(
+    ("recipe", "low"),
+    [({}, False), ({"lean": ("norm", "mlp")}, False), ({"method": "lora"}, False),
+     ({"precision": "bf16-mixed"}, True), ({"precision": "bf16"}, True)],
+)  # fmt: skip
+def test_fp32_products_of_a_rollout_are_onednns_and_the_modules_stay_as_they_were(recipe, low):
+    """Every product of prompts and of steps; those of 16 bits are oneDNN's in torch already."""
+    made, model = loud("llama", **recipe)
+    linears = {m: vars(m).get("forward") for m in model.modules() if isinstance(m, nn.Linear)}
+    low_here = torch.autocast("cpu", torch.bfloat16) if made.autocast else nullcontext()
+    asked = replace(GREEDY, max_new_tokens=2)
+    with Called() as called, low_here:
+        generate_batch(model, make_prompts((4, 4)), asked)
+    assert called.times[ONE_DNN] == (0 if low else 2 * len(linears))
+    assert {m: vars(m).get("forward") for m in linears} == linears
+    with pytest.raises(KeyError), quick_products(model):
+        raise KeyError
+    assert {m: vars(m).get("forward") for m in linears} == linears

@@ -23,7 +23,7 @@ _PLAIN = frozenset(
     }
 )  # fmt: skip
 # whose results follow from what `_describe` describes
-_KNOWN = ("aten", "bitsandbytes", "torch_attn")
+_KNOWN = ("aten", "bitsandbytes", "mkldnn", "torch_attn")
 _SEVERAL = (tuple, list)  # what holds the outputs of an operator that has several
 # whose arguments say all, though none of them is a tensor
 _FACTORIES = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default})

@@ -31,6 +31,7 @@ from memfit.records.recipe import Parallel, Recipe
 from memfit.records.shapes import BatchShape, bounds_of
 from memfit.train.checkpoint.export import gather_files
 from memfit.train.checkpoint.files import checkpoint_tensors, on_host
+from memfit.train.generation.products import quick_products
 from memfit.train.generation.sampling import sample
 from memfit.train.generation.settings import Settings
 from memfit.train.measure.live import LiveBytes
@@ -262,7 +263,7 @@ def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeigh
     trained = EmptyWeights.like(model, family_of(recipe.model).name)
     fill_generator(model, recipe, weights if recipe.adapted else None, trained)
     cache = None
-    with recorder.shallow(model):
+    with recorder.shallow(model), quick_products(model):
         recorder.begin()
         for tokens in (max(1, recipe.sequence_length - 1), 1):
             new = torch.zeros(1, tokens, dtype=torch.int64)

@@ -17,6 +17,7 @@ from memfit.families.capabilities.kv_cache import layer_caches
 from memfit.records.ledger import Phase
 from memfit.records.model import Architecture
 from memfit.train.generation.calls import Caller, Together
+from memfit.train.generation.products import quick_products
 from memfit.train.generation.sampling import (
     Decoder,
     Read,
@@ -136,7 +137,8 @@ class _Loop:
 
     def run(self) -> list[Completion]:
         """All answers."""
-        with torch.no_grad(), _evaluating(self.caller.model):
+        model = self.caller.model
+        with torch.no_grad(), _evaluating(model), quick_products(model):
             while self.waiting or self.rows:
                 self.observer.enter(Phase.PREFILL)
                 while self.waiting and len(self.rows) < self.width:

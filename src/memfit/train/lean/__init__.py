@@ -31,7 +31,7 @@ from memfit.train.lean.norms import (
 from memfit.train.lean.products import Linear
 from memfit.train.model.hugging_face import parts
 
-__all__ = ["apply_lean"]
+__all__ = ["apply_lean", "is_product"]
 
 TURNED = "Conv1D"  # GPT-2's: (columns, rows)
 OWN_PRODUCTS = (TURNED, "FalconLinear")  # of Hugging Face's, over a weight as torch's
@@ -60,6 +60,12 @@ def apply_lean(model: nn.Module, recipe: Recipe) -> None:
         for norm in model_parts.norms:
             if _is_norm(norm):
                 _replace_norm(norm, feeds=False)
+
+
+def is_product(forward: object) -> bool:
+    """Whether it stands in the place of an `nn.Linear`'s own forward, and computes the same."""
+    lean = isinstance(forward, partial) and forward.func is _linear
+    return lean and not cast(partial[Tensor], forward).keywords["turned"]
 
 
 def _replace(module: nn.Module, forward: Any) -> None:

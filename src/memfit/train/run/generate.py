@@ -21,7 +21,8 @@ from memfit.records.recipe import Attention, Parallel, Recipe
 from memfit.records.reinforcement import RewardSettings
 from memfit.records.results import Run
 from memfit.train.checkpoint.export import FOLDER
-from memfit.train.data.tokenizer import read_tokenizer
+from memfit.train.data.tokenizer import Tokenizer, read_tokenizer
+from memfit.train.generation.products import quick_products
 from memfit.train.generation.sampling import draw_numbers, has_stop_word, mark, sample
 from memfit.train.generation.settings import Settings
 from memfit.train.model.hugging_face import base_model, stored_buffers
@@ -77,26 +78,34 @@ def generate(
             f"the prompt has {len(ids)} tokens and the model {limit} positions",
             hint="shorten the prompt",
         )
-    numbers = draw_numbers(seed, 0, 0, max_new_tokens)
+    settings = replace(settings, max_new_tokens=min(max_new_tokens, limit - len(ids)), seed=seed)
+    with quick_products(model):
+        made = _answer(model, ids, settings, tokenizer)
+    return tokenizer.decode(made)
+
+
+def _answer(model: Any, ids: list[int], settings: Settings, tokenizer: Tokenizer) -> list[int]:
+    """The tokens after a prompt's, without the one that ends a text."""
+    numbers = draw_numbers(settings.seed, 0, 0, settings.max_new_tokens)
     made: list[int] = []
     seen: Tensor | None = None
     cache, new = None, torch.tensor([ids])
-    while len(made) < max_new_tokens and len(ids) + len(made) < limit:
+    for number in numbers:
         logits, cache = advance(model, new, cache)
-        if seen is None and repetition_penalty != 1.0:
+        if seen is None and settings.repetition_penalty != 1.0:
             seen = torch.zeros(1, len(logits), dtype=torch.bool)
             mark(seen, 0, ids)
-        number = torch.tensor([float(numbers[len(made)])], dtype=torch.float64)
-        token = int(sample(logits[None], number, settings, seen)[0])
+        drawn = torch.tensor([float(number)], dtype=torch.float64)
+        token = int(sample(logits[None], drawn, settings, seen)[0])
         if token == tokenizer.end:
             break
         made.append(token)
         if seen is not None:
             seen[0, token] = True
-        if has_stop_word(made, stop_words, tokenizer.decode):
+        if has_stop_word(made, settings.stop_words, tokenizer.decode):
             break
         new = torch.tensor([[token]])
-    return tokenizer.decode(made)
+    return made
 
 
 def advance(model: Any, new: Tensor, cache: Any) -> tuple[Tensor, Any]:
