@@ -425,8 +425,9 @@ def _fastest_that_fits(
     ranked: Iterable[Climb] = ranking
     if next(iter(ranking if brief else ranking.listed()), None) is None:
         # an estimate may be a little high: ask of the smallest itself
-        smallest = min(most, key=lambda c: c.needs)
-        ranked = [Climb(smallest, paths[0], len(paths[0]) - 1)]
+        possible = (c for c in most if not c.is_hopeless)
+        smallest = min(possible, key=lambda c: c.needs, default=None)
+        ranked = [] if smallest is None else [Climb(smallest, paths[0], len(paths[0]) - 1)]
     best = settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
     for _ in range(PROOFS):
         if best is None or best.proved:

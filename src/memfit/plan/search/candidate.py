@@ -227,6 +227,14 @@ class Candidate:
         return False
 
     @property
+    def is_hopeless(self) -> bool:
+        """Whether it does not fit by what is always there, which takes no prediction."""
+        usable = self.problem.usable
+        if usable is None or self.problem.device.is_cpu:
+            return False
+        return self._about(self.least * self.ratio.ends[0]) > usable
+
+    @property
     def proved(self) -> bool:
         """Whether it fits by its own replay, not by that of a near candidate."""
         return self.problem.usable is None or self._against() <= self.problem.usable
