@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES, OUT = ROOT / "recipes", ROOT / "bench" / "results" / "founding.json"
 SAMPLED = ("-grpo", "-ppo")  # in names of recipes whose rows are sampled, with two bounds
 ROLLOUTS = sorted(
-    path.stem for kind in ("*-grpo", "*_int8-ppo") for path in RECIPES.glob(f"{kind}_rtx-*.yaml")
+    path.stem for path in RECIPES.glob("*_rtx-*.yaml") if any(name in path.stem for name in SAMPLED)
 )
 TWENTY = sorted(  # `longest` is of their rows
     path.stem

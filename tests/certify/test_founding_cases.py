@@ -61,10 +61,14 @@ def test_a_20b_model_with_a_quantised_base_is_certified_to_fit_24_gb(
             "qwen3-8b_nf4-grpo_rtx-4090", (8 * 9216 + 1024) * 2 * 36 * 8 * 128 * 2, "accumulate",
             marks=pytest.mark.wide,
         ),
+        pytest.param(
+            "qwen3-8b_nf4-grpo-32k_rtx-4090", (3 * 32768 + 1024) * 2 * 36 * 8 * 128 * 2, "prefill",
+            marks=pytest.mark.wide,
+        ),
     ],
 )  # fmt: skip
 def test_reinforcement_learning_is_certified_to_fit_24_gb(name, slots, peak_phase):
-    """slots: bytes of eight answers' keys and values, and of the row that keeps a prompt's own."""
+    """slots: bytes of keys and values of the answers in flight, and of the row for a prompt's."""
     plan = api.plan(api.read(RECIPES / f"{name}.yaml"), levers=False)
     assert plan.memory.verdict == "fits"
     card = catalog.find_device(plan.recipe.device)

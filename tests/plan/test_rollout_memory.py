@@ -26,6 +26,7 @@ LORA = {"method": "lora"}
 MIXED = {"precision": "bf16-mixed"}
 ADAPTED = {**LORA, **MIXED, "base_format": "bf16"}
 CHUNKED = {"loss": "chunked", "loss_chunk": 20}
+AWAY = {"offload": "activations"}
 FULL = ("grpo", {}, Policy(), {})
 OFF_POLICY = ("rloo", {**MIXED, "recompute_blocks": 2}, TWICE, {"rows": 0})
 WITH_KL = ("grpo", ADAPTED, KL, {})
@@ -57,6 +58,13 @@ CASES = {
         "llama", ("grpo", {"precision": "bf16", "base_format": "bf16"}, Policy(),
                   {"temperature": 0.7})
     ),
+    "llama, nf4, inputs of blocks on the host": (
+        "llama", ("grpo", {**ADAPTED, "base_format": "nf4", "recompute_blocks": 3, **AWAY}, KL, {})
+    ),
+    "gpt_neox, ppo, activations on the host": (
+        "gpt_neox", ("ppo", {**ADAPTED, **AWAY}, *VALUED[2:])
+    ),
+    "llama, full, activations on the host": ("llama", ("rloo", {**MIXED, **AWAY}, TWICE, {})),
     "llama, many prompts at once": (
         "llama", ("grpo", {}, Policy(), {"rows": 0, "max_completion_length": 5})
     ),
@@ -175,6 +183,8 @@ ON_CUDA = [
     "gpt_neox, lora", "gpt_neox, int8", "gemma3, full, within windows", "gemma2, lora, capped",
     "gpt_oss, sinks", "deepseek_v3, lora, latent attention", "qwen3_moe, full, experts",
     "llama, pairs", "gpt_neox, pairs", "qwen3, pairs, chunked",
+    "llama, nf4, inputs of blocks on the host", "gpt_neox, ppo, activations on the host",
+    "llama, full, activations on the host",
 ]  # fmt: skip
 
 

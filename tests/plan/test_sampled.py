@@ -288,6 +288,46 @@ def test_levers_turn_the_keys_of_a_rollout():
     assert "changes what is learned" not in by_key[("rollout.rows",)].because
 
 
+def test_activations_on_the_host_are_chosen_offered_and_timed():
+    """Where an update is what needs the most: by `auto`, as a lever, and with their seconds."""
+    stated = {
+        "method": "lora", "model": "qwen3-0.6b", "micro_batch": 1, "recompute": "none",
+        "loss": "chunked",
+        "rollout": {"max_prompt_length": 512, "max_completion_length": 7680, "rows": 2},
+    }  # fmt: skip
+    kept, away = plan(ask(**stated)), plan(ask(**stated, offload="activations"))
+    assert kept.ledger.peak_phase not in (Phase.PREFILL, Phase.DECODE)
+    assert away.memory.device_total < kept.memory.device_total
+    limits = {"memory": f"{(away.memory.total_high + kept.memory.device_total) // 2} B"}
+    tight = ask(**stated, limits=limits)
+    assert plan(tight).memory.verdict != "fits"
+    assert plan(change(tight, {"offload": "auto"})).recipe.offload == "activations"
+    assert plan(change(tight, {"offload": "auto", "limits.memory": "70 GiB"})).recipe.offload == (
+        "none"
+    )
+    offered = [way for way in api.plan(tight).ways_out if way.changes == {"offload": "auto"}]
+    assert [way.exact for way in offered] == [True]
+    turned = [lever.changes for lever in api.predict_with_levers(api.state(kept)).levers]
+    assert {"offload": "activations"} in turned
+    assert {"offload": "optimizer"} not in turned
+
+
+def test_inputs_of_recomputed_blocks_cost_less_time_on_the_way_than_all_they_save():
+    """On one PCIe link, of rows of 8,192 tokens; both are slower than nothing on the way."""
+    stated = {
+        "method": "lora", "model": "qwen3-0.6b", "micro_batch": 1, "loss": "chunked",
+        "rollout": {"max_prompt_length": 512, "max_completion_length": 7680},
+    }  # fmt: skip
+
+    def exposed(**changes):
+        spans = plan(ask(**stated, **changes)).timeline.spans
+        return sum(span.duration for span in spans if span.op == "offloading")
+
+    assert exposed(recompute="full") == 0
+    inputs = exposed(recompute="full", offload="activations")
+    assert 0 < inputs < exposed(recompute="none", offload="activations") / 5
+
+
 @pytest.mark.parametrize(
     ("field", "key"),
     [("max_completion_length", "max_completion_length"), ("num_generations", "num_generations")],
@@ -454,7 +494,7 @@ REFUSED = {
     ),
     "dropout": ({"method": "lora", "lora": {"dropout": 0.1}}, "two masks of dropout"),
     "compiled": ({"compile": "blocks"}, "a compiled block has no cache"),
-    "offloaded": ({"offload": "activations"}, "offload: activations"),
+    "states on the host": ({"offload": "optimizer"}, "`offload: optimizer` under"),
     "rounded": ({"qat": "int8"}, "qat: int8"),
     "scaled": ({"precision": "fp16-mixed"}, "precision: fp16-mixed"),
     "no reference": ({"method": "full", "policy": {"beta": 0.1}}, "the reference no more"),

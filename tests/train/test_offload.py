@@ -21,6 +21,7 @@ SETTINGS = {
     "mixed": {"precision": "bf16-mixed"},
     "lora with dropout": {"method": "lora", "lora": DROPPED},
     "one recomputed, bf16": {"recompute_blocks": 1, "precision": "bf16", "base_format": "bf16"},
+    "all recomputed": {"recompute_blocks": 2, "precision": "bf16-mixed"},
     "one selective": {"selective_blocks": 1},
     "chunked": {"loss": "chunked", "loss_chunk": 5},
     "math": {"attention": "math"},
@@ -66,18 +67,28 @@ def test_every_family_trains_with_its_activations_on_the_host(family):
 def test_what_blocks_save_is_given_up_once_the_next_has_run():
     """On a GPU the forward of ten blocks holds what two of them save, and not ten."""
 
-    def peak(layers, where):
-        config = make_recipe().model.config | {"num_hidden_layers": layers}
-        recipe = make_recipe(
-            config=config, precision="bf16", base_format="bf16", sequence_length=64,
-            micro_batch=4, offload=where,
-        )  # fmt: skip
-        return trace(recipe, H100).ledger.by_kind(Phase.LOSS)[Kind.ACTIVATIONS]
-
     block = peak(6, "none") - peak(5, "none")
     state = 24  # of attention's generator, whose two numbers stay
     assert peak(10, "activations") == peak(6, "activations") + 4 * state
     assert peak(6, "activations") < 2.2 * block
+
+
+def peak(layers, where, **recompute):
+    """Bytes of activations as the loss begins."""
+    config = make_recipe().model.config | {"num_hidden_layers": layers}
+    recipe = make_recipe(
+        config=config, precision="bf16", base_format="bf16", sequence_length=64,
+        micro_batch=4, offload=where, **recompute,
+    )  # fmt: skip
+    return trace(recipe, H100).ledger.by_kind(Phase.LOSS)[Kind.ACTIVATIONS]
+
+
+def test_inputs_of_recomputed_blocks_wait_on_the_host():
+    """However deep the model is, the forward holds those of two blocks; the host the others'."""
+    assert peak(10, "none", recompute_blocks=10) > peak(6, "none", recompute_blocks=6)
+    assert peak(10, "activations", recompute_blocks=10) == peak(
+        6, "activations", recompute_blocks=6
+    )
 
 
 def test_the_certificate_says_what_the_host_holds():
@@ -97,6 +108,8 @@ SHAPES = {
         "selective_blocks": 1,
     },
     "lean": {"precision": "bf16", "base_format": "bf16", "lean": ("norm", "mlp")},
+    "all recomputed": {"precision": "bf16-mixed", "accumulation": 2, "recompute_blocks": 7},
+    "all selective": {"precision": "bf16", "base_format": "bf16", "selective_blocks": 7},
     "nf4": {"method": "lora", "base_format": "nf4", "precision": "bf16"},
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ the allocator holds by then is what a run meets whose answers grow. Of answers b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from memfit.certify.tracing.trace_step import (
     save,
     step_bounds,
     traced,
+    watch_activations,
     weights_of,
     worst_shapes,
 )
@@ -66,7 +68,11 @@ def trace_iterations(
         for index, long in enumerate((True, False, True)):
             observer = recorder if index else First(recorder)
             learning = bound_learning(recipe, recorder, long=long, rank=rank)
-            iterate(built, learning, index, observer=observer, cut=cut_few, all_updates=all_updates)
+            with watch_activations(recipe, recorder) if not index else nullcontext():
+                iterate(
+                    built, learning, index,
+                    observer=observer, cut=cut_few, all_updates=all_updates,
+                )  # fmt: skip
         save(built, kind, recorder, rank)
     shapes = worst_shapes(recipe)
     bounds = step_bounds(recipe, shapes, shapes, kind, workspaces)

@@ -223,6 +223,22 @@ class _EnoughRecomputedError(Exception):
     """Every saved tensor is recomputed: the rest of the forward need not run."""
 
 
+class _Argument:
+    """What a recomputed region begins with, saved as any saved tensor is; with its history."""
+
+    __slots__ = ("edge", "saved")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.saved = tensor if tensor.meter.saver is None else tensor.meter.pack(tensor)
+        self.edge = tensor.grad_fn, tensor.output, tensor.requires_grad
+
+    def fetch(self) -> Tensor:
+        """Return the tensor as the first forward had it."""
+        found = self.saved if isinstance(self.saved, Tensor) else self.saved.fetch()
+        found.grad_fn, found.output, found.requires_grad = self.edge
+        return found
+
+
 class Region:
     """One non-reentrant `torch.utils.checkpoint` with early stop.
 
@@ -238,7 +254,7 @@ class Region:
         selective: bool,
     ) -> None:
         self.function = function
-        self.arguments = arguments
+        self.arguments = [_Argument(t) for t in arguments]
         self.autocast = autocast
         self.selective = selective
         self.results: list[tuple[Tensor, ...] | None] = []
@@ -263,13 +279,14 @@ class Region:
 
     def recompute(self) -> None:
         """Rerun the forward until every saved tensor is recomputed."""
-        meter = self.arguments[0].meter
+        arguments = [argument.fetch() for argument in self.arguments]
+        meter = arguments[0].meter
         before, meter.saver = meter.saver, self
         autocast, meter.autocast = meter.autocast, self.autocast
         self.filled = self.found = 0
         try:
             with meter.standing_for(1):
-                self.function(*self.arguments)
+                self.function(*arguments)
         except _EnoughRecomputedError:
             pass
         finally:

@@ -153,8 +153,8 @@ def refuse_sampled(
          " sampled so yet", "use `precision: bf16-mixed`"),
         (compile_ == "blocks", "compile: blocks", "a compiled block has no cache to sample with",
          "use `compile: none`"),
-        (offload != "none", f"offload: {offload}", "answers were not sampled so yet",
-         "use `offload: none`"),
+        (offload not in ("none", "activations"), f"offload: {offload}", "answers were not sampled"
+         " so yet", "use `offload: none`, or `offload: activations`"),
         (qat, f"qat: {qat}", "answers were not sampled of rounded weights yet", "use `qat: none`"),
     ):  # fmt: skip
         if wrong:

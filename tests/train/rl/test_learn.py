@@ -237,6 +237,22 @@ def test_the_base_keeps_every_bit(make):
     assert changed == {n for n in before if ".lora_" in n}
 
 
+@pytest.mark.parametrize("recomputed", [0, 1, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_activations_that_wait_on_the_host_change_no_bit(make, method, recomputed):
+    policy = Policy(num_iterations=2, beta=0.1 if method == "lora" else 0.0)
+    learning, found = make(policy=policy), []
+    for offload in ("none", "activations"):
+        built = built_for(
+            offload=offload, recompute_blocks=recomputed, precision="bf16-mixed", **METHODS[method]
+        )
+        figures = [iterate(built, learning, i).figures for i in range(2)]
+        found.append((strip_times(figures), built.model.state_dict()))
+    (figures, weights), (others, held) = found
+    assert figures == others
+    assert [n for n, w in weights.items() if not torch.equal(w, held[n])] == []
+
+
 @pytest.mark.parametrize("objective", ["grpo", "rloo"])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
 def test_micro_batches_change_nothing(make, objective, loss_type):

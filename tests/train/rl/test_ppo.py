@@ -207,6 +207,18 @@ def test_blocks_that_are_recomputed_change_nothing():
         torch.testing.assert_close(found[1][key], gradient)
 
 
+@pytest.mark.parametrize("recomputed", [0, 3])
+def test_activations_that_wait_on_the_host_change_no_bit(recomputed):
+    """Neither the policy's nor the value's, whose blocks are the same modules."""
+    answers, found = make_answers(), []
+    for offload in ("none", "activations"):
+        built = make(2, recompute_blocks=recomputed, offload=offload)
+        gradients = gradients_in(built)
+        iterate(built, make_learning(POLICY, ValueSettings(), answers), 0)
+        found.append(gradients)
+    assert [n for n, g in found[0].items() if not torch.equal(g, found[1][n])] == []
+
+
 def test_an_answer_that_nobody_judged_teaches_nothing():
     class Without(Scores):
         scores = (1.0, float("nan"), 2.0, 0.25)

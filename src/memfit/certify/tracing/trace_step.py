@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from msgspec.structs import replace
@@ -202,12 +202,17 @@ def _run(
 ) -> None:
     built = load(recipe, kind, recorder, weights)
     recorder.enter(Phase.FIRST_STEP)
-    waits = recipe.offload == "activations"  # in host memory
     with recorder.shallow(built.model):
-        with recorder.watch_host(Phase.LOSS) if waits else nullcontext():
+        with watch_activations(recipe, recorder):
             _step(built, kind, steps, recorder)
         _evaluate(built, kind, evaluation, recorder)
     save(built, kind, recorder, rank)
+
+
+def watch_activations(recipe: Recipe, recorder: Recorder) -> AbstractContextManager[None]:
+    """Count what of a step waits in host memory, where activations do."""
+    waits = recipe.offload == "activations"
+    return recorder.watch_host(Phase.LOSS) if waits else nullcontext()
 
 
 def load(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeights | None) -> Built:

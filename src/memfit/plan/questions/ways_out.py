@@ -141,12 +141,11 @@ def _knobs(request: Request) -> Iterator[Attempt]:
 
 
 def _offloads(request: Request) -> Iterator[Attempt]:
-    sampled = find_objective(request.task.objective).samples  # no part of whose step can wait
-    if request.offload != "none" or sampled or find_device(request.hardware.device).is_cpu:
+    if request.offload != "none" or find_device(request.hardware.device).is_cpu:
         return
     if request.devices == 1:
         yield Attempt("offload", "what can wait, in the host's memory", {"offload": "auto"})
-    else:
+    elif not find_objective(request.task.objective).samples:
         yield Attempt("offload", "shards in the host's memory", {"offload": "parameters"})
 
 

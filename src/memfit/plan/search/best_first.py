@@ -371,8 +371,10 @@ def _offloads(start: Candidate) -> tuple[str, ...]:
         return (stated,)
     if problem.device.is_cpu or problem.request.ranks > 1:
         return ("none",)
-    several = problem.model.architecture.layers > 1
-    return ("none", "activations", "optimizer") if several else ("none", "optimizer")
+    places = ["none"]
+    places += ["activations"] * (problem.model.architecture.layers > 1)
+    places += ["optimizer"] * (not start.recipe.samples)
+    return tuple(places)
 
 
 def _when(start: Candidate, micro: int) -> tuple[bool, ...]:

@@ -170,9 +170,10 @@ def _places(problem: Problem, recipe: Recipe, layers: int) -> tuple[Offload, ...
     """What else could wait in the host's memory; a CPU's own is that."""
     if recipe.offload != "none":
         return ("none",)
-    if problem.device.is_cpu or recipe.parallel.world > 1 or recipe.samples:
+    if problem.device.is_cpu or recipe.parallel.world > 1:
         return ()
-    return ("activations", "optimizer") if layers > 1 else ("optimizer",)
+    activations: tuple[Offload, ...] = ("activations",) if layers > 1 else ()
+    return activations if recipe.samples else (*activations, "optimizer")
 
 
 def _other_lean(a: Architecture, recipe: Recipe) -> Iterator[Recipe]:

@@ -71,7 +71,7 @@ def split_rows(
     """The rows outside the blocks, and each block.
 
     The first `recomputed` ones run twice, and the next `selective` ones but for their products.
-    offloads: what the others save, but for the last, waits in host memory.
+    offloads: what all but the last one save waits in host memory.
     """
     outside: list[Row] = []
     blocks: list[list[Row]] = [[] for _ in range(model.architecture.layers)]
@@ -84,8 +84,8 @@ def split_rows(
             rows=tuple(rows),
             recomputed=index < recomputed + selective,
             selective=recomputed <= index < recomputed + selective,
-            offloads=offloads and recomputed + selective <= index < len(blocks) - 1,
-            first_offloaded=offloads and recomputed + selective == index,
+            offloads=offloads and index < len(blocks) - 1,
+            first_offloaded=offloads and index == 0,
             kind=kind(index),
         )
         for index, rows in enumerate(blocks)

@@ -28,10 +28,10 @@ def run_block(
     if block.offloads:
         others = shared if forward.band is None else (*shared, forward.band)
         load = Load(forward.meter, before, others)
-    if block.recomputed:
-        out = _recompute(forward, program, weights, x, shared, block)
-    else:
-        with forward.meter.saving_to(load):
+    with forward.meter.saving_to(load):
+        if block.recomputed:
+            out = _recompute(forward, program, weights, x, shared, block)
+        else:
             out = program.block(forward, weights, x, shared)
     if load is not None:
         load.known.clear()

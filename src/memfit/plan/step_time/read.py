@@ -39,7 +39,7 @@ from memfit.plan.step_time.work import (
 )  # fmt: skip
 from memfit.records import Record
 from memfit.records.hardware import Device
-from memfit.records.model import SLIDING, Model
+from memfit.records.model import DTYPE_BYTES, SLIDING, Model
 from memfit.records.recipe import Recipe
 
 Kernel = Literal["math", "triton", "flash1", "flash2", "fused"]
@@ -181,9 +181,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
             state_bytes=float(STATE_BYTES.get(recipe.precision, 30)),
             offloaded={"optimizer": 8.0, "parameters": 12.0}.get(recipe.offload, 0.0),
         ),
-        offloading=Offloading(
-            offloads=_offloads(recipe, shape), stowed=_stowed(recipe, shape),
-        ),
+        offloading=_offloading(recipe, shape),
     )  # fmt: skip
 
 
@@ -234,13 +232,19 @@ def _bubble(recipe: Recipe) -> Number:
     return numpy.array([_bubble(pick(recipe, int(row))) for row in first])[which]
 
 
-def _offloads(recipe: Recipe, shape: Shape) -> Number:
-    """Share of the blocks whose activations are offloaded: all but the last and the recomputed."""
+def _offloading(recipe: Recipe, shape: Shape) -> Offloading:
+    """All blocks but the last: of the recomputed ones, which are the first, their inputs."""
     offloads = find_framework(recipe.framework).time.offloads_activations
     if not offloads or recipe.offload != "activations":
-        return 0.0
-    recomputed = recipe.recompute_blocks + recipe.selective_blocks
-    return max(0.0, shape.layers - 1 - recomputed) / shape.layers
+        return Offloading()
+    away = shape.layers - 1
+    recomputed = smaller(recipe.recompute_blocks + recipe.selective_blocks, away)
+    # of the residual stream, which is stored as the embedding is
+    element = DTYPE_BYTES[recipe.frozen_dtype if recipe.adapted else recipe.trainable_dtype]
+    return Offloading(
+        offloads=(away - recomputed) / shape.layers, stowed=_stowed(recipe, shape),
+        input_share=recomputed / shape.layers, input_bytes=element * recipe.tokens * shape.hidden,
+    )  # fmt: skip
 
 
 def _stowed(recipe: Recipe, shape: Shape) -> Number:

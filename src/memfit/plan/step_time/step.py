@@ -111,12 +111,15 @@ def _offloading(setting: Setting, block: Block) -> Number:
 
     The uppermost block's come back while nothing else can run.
     """
-    layout, machine = setting.layout, setting.machine
-    once = layout.offloading.stowed / machine.host
-    there = larger(once - block.forward, 0)
-    back = larger(once - block.backward - block.repeated, 0)
-    blocks = setting.shape.layers * layout.offloading.offloads
-    return layout.rows.accumulation * (blocks * (there + back) + where(blocks > 0, once, 0.0))
+    away, found = setting.layout.offloading, 0.0
+    for share, nbytes in (away.offloads, away.stowed), (away.input_share, away.input_bytes):
+        once = nbytes / setting.machine.host
+        there = larger(once - block.forward, 0)
+        back = larger(once - block.backward - block.repeated, 0)
+        found = found + setting.shape.layers * share * (there + back)
+    uppermost = where(away.offloads > 0, away.stowed, away.input_bytes) / setting.machine.host
+    offloads = away.offloads + away.input_share > 0
+    return setting.layout.rows.accumulation * (found + where(offloads, uppermost, 0.0))
 
 
 def _gathering(setting: Setting, there: Number, back: Number) -> Number:

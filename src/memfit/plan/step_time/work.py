@@ -132,8 +132,10 @@ class Update(NamedTuple):
 class Offloading(NamedTuple):
     """Activations that wait in host memory."""
 
-    offloads: Number = 0.0  # share of the blocks that have such
+    offloads: Number = 0.0  # share of the blocks all of whose activations wait there
     stowed: Number = 0.0  # bytes of one of them, copied there and back
+    input_share: Number = 0.0  # share of the blocks whose input alone waits there
+    input_bytes: Number = 0.0  # bytes of one of those
 
 
 class Beside(NamedTuple):

@@ -123,7 +123,7 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     if recipe.compile == "blocks":
         compile_blocks(parts(model).blocks)
     if recipe.offload == "activations":
-        offload_blocks(list(parts(model).blocks), recipe.recompute_blocks + recipe.selective_blocks)
+        offload_blocks(list(parts(model).blocks))
     check_census(model, recipe)
     if mesh is not None:
         model_parts = parts(model)

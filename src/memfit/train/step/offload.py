@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
-def offload_blocks(blocks: Sequence[nn.Module], first: int) -> None:
-    """Offload what all blocks from number `first` on save, but for the last block.
-
-    The last one's is needed as soon as it is saved. Before sharding.
+def offload_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Offload what every block saves, but for the last one's, which is needed as soon as it is
+    saved. Of a recomputed block that is its input. Before sharding.
     """
     lane = _Lane()
-    for index in range(first, len(blocks)):
-        _wrap(blocks[index], lane, begins=index == first, offloads=index < len(blocks) - 1)
+    for index, block in enumerate(blocks):
+        _wrap(block, lane, begins=index == 0, offloads=index < len(blocks) - 1)
 
 
 def _wrap(block: nn.Module, lane: _Lane, *, begins: bool, offloads: bool) -> None:

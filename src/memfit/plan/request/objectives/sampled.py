@@ -53,7 +53,6 @@ OF_PPO = {
     "num_iterations": "num_ppo_epochs",
 }  # fmt: skip
 EXPANDABLE = "expandable_segments:True"
-UNUSED = {"auto": "none", "none": "none"}  # of `offload`
 
 
 def samples(request: Request) -> bool:
@@ -80,7 +79,7 @@ def check_sampled(request: Request) -> None:
         objective, packing=task.packing is True, parallel=_find_ranks(request),
         dropout=request.lora.dropout if request.method in ADAPTED else 0.0,
         precision=request.precision, compile_=request.compile,
-        offload=UNUSED.get(request.offload, request.offload),
+        offload="none" if request.offload == "auto" else request.offload,
         qat=request.qat if request.qat != "none" else "",
         global_batch=request.global_batch, generations=request.generations,
     )  # fmt: skip
