@@ -16,6 +16,7 @@ from changed_keys import change, is_described, keys
 from memfit import api
 from memfit.cli.app import app, run
 from memfit.core.errors import DoesNotFit, InvalidRequest, UnknownName
+from memfit.export import list_keys
 from memfit.export.target import exports, find_target
 from memfit.export.targets.megatron import LOSS
 from memfit.plan.request.wording import restate
@@ -433,3 +434,10 @@ def test_launch_writes_the_job_and_says_how_to_submit_it(over_nodes, tmp_path, c
     assert names == ["job.sbatch", "plan.json", "train.sh"]
     assert "--nodes=2" in (tmp_path / "job" / "job.sbatch").read_text()
     assert command(*words, "cron") == 2
+
+
+def test_a_key_that_is_as_it_is_by_default_is_not_said_to_be_left_out():
+    plan = api.plan(api.read("qwen3-0.6b", device="l4", changes={"task.objective": "sft"}))
+    keys = dict(list_keys(plan.recipe))
+    assert "reward.adapter" not in keys
+    assert keys["objective"] == "sft"

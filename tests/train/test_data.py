@@ -1,7 +1,9 @@
 """Reading and tokenising data; the tokenizer of transformers is the oracle."""
 
 import csv
+import io
 import json
+import shutil
 import threading
 
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 import tokenizers
 
 from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.core.system import json_lists
 from memfit.train.data import tokens
 from memfit.train.data.readers import find_sources
+from memfit.train.data.shards import split as splitting
 from memfit.train.data.shards.split import read_parts, read_texts, split
 from memfit.train.data.tokenizer import read_tokenizer, train_tokenizer
 from memfit.train.data.tokens import read_corpus
@@ -116,6 +120,35 @@ def test_a_csv_is_a_table_of_examples_and_not_a_text(tokenizer, tmp_path):
     (tmp_path / "c.csv").write_text("text,b\n1\n")
     with pytest.raises(InvalidRequest, match=r"cannot read `.*c\.csv` as CSV: "):
         read(tmp_path / "c.csv", tokenizer, tmp_path, "sft")
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_of_objects_is_read_as_its_lines(indent, tokenizer, tmp_path, monkeypatch):
+    """`alpaca_data.json` of many repositories; in shards too, and the line a reader names."""
+    records = [{"text": f"the cat \u2028 {n} sat"} for n in range(40)]
+    write_lines(tmp_path / "a.jsonl", records)
+    want = read(tmp_path / "a.jsonl", tokenizer, tmp_path / "one")
+    (tmp_path / "a.json").write_text(json.dumps(records, indent=indent, ensure_ascii=False))
+    monkeypatch.setattr(splitting, "SHARD", 200)
+    monkeypatch.setattr(json_lists, "MIB", 7)
+    found = read(tmp_path / "a.json", tokenizer, tmp_path / "two")
+    assert found.documents == 40
+    assert found.tokens.tolist() == want.tokens.tolist()
+    shutil.copy(tmp_path / "a.jsonl", tmp_path / "lines.json")  # as some call JSONL
+    assert read(tmp_path / "lines.json", tokenizer, tmp_path / "two").documents == 40
+    (tmp_path / "a.json").write_text(json.dumps([*records, {"text": 3}]))
+    with pytest.raises(InvalidRequest, match=r"a\.json` example 41"):
+        read(tmp_path / "a.json", tokenizer, tmp_path / "two")
+
+
+@pytest.mark.parametrize(("text", "number", "problem"), [
+    ("{}", 0, "no array"), ("[{}", 2, "does not end"), ("[{} {}]", 2, "no comma"),
+    ("[{},]", 2, "Expecting value"), ('[{"a": 1', 1, "Expecting"), ("[1,2", 3, "does not end"),
+])  # fmt: skip
+def test_an_array_that_is_broken_is_named_by_its_element(text, number, problem):
+    with pytest.raises(json_lists.ListError, match=problem) as caught:
+        list(json_lists.read_list(io.StringIO(text).read))
+    assert caught.value.number == number
 
 
 def test_what_describes_a_data_set_is_not_trained_on(tokenizer, tmp_path):
@@ -232,7 +265,9 @@ def test_unusable_files_are_refused_by_name(tokenizer, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "program").write_bytes(b"\x7fELF\0\0")
     (tmp_path / "latin.txt").write_bytes("café au lait".encode("latin-1"))
-    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "one.json").write_text('{"features": {\n"text": 1}}')
+    (tmp_path / "none.json").write_text("[]")
+    (tmp_path / "open.json").write_text('[{"text": "the cat"}, {"text": "a\n')
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nonsense")
     (tmp_path / "void").mkdir()
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "other.parquet")
@@ -241,7 +276,9 @@ def test_unusable_files_are_refused_by_name(tokenizer, tmp_path):
         "empty.txt": "is empty",
         "program": "is a binary file",
         "latin.txt": "is not UTF-8 text: it holds the byte 0xe9",
-        "list.json": "one JSON document",
+        "one.json": "one JSON document",
+        "none.json": "is an empty array",
+        "open.json": r"open.json` example 2: Invalid control character",
         "broken.parquet": "as parquet",
         "other.parquet": "no column to train on: body",
         "void": "holds no text",
@@ -249,9 +286,6 @@ def test_unusable_files_are_refused_by_name(tokenizer, tmp_path):
     }.items():
         with pytest.raises(InvalidRequest, match=says):
             read(tmp_path / name, tokenizer, tmp_path / "cache")
-    with pytest.raises(InvalidRequest) as caught:
-        read(tmp_path / "list.json", tokenizer, tmp_path / "cache")
-    assert f"`jq -c '.[]' {tmp_path}/list.json > {tmp_path}/list.jsonl`" in caught.value.hint
     with pytest.raises(InvalidRequest, match=r"did you mean `empty.txt`"):
         find_sources(str(tmp_path / "emty.txt"))
 

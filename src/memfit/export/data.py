@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.json_lists import ListError, is_list, read_list
 from memfit.core.system.reading import is_file, is_folder, parse_json
+from memfit.core.units import MIB
 from memfit.objectives import find_objective
 from memfit.records import Record
 from memfit.records.habits.mixture import read_mixture
@@ -146,25 +148,34 @@ def _look_at(file: Path) -> Part:
             hint="rename the file",
         ) from None
     kind = KINDS.get(file.suffix.lower(), "text")
+    array = file.suffix.lower() == ".json" and _begins_an_array(file)
+    if array:
+        kind = "jsonl"  # which the tools read with the same loader
     if kind == "text":
         keys, nested = frozenset({"text"}), False
     elif kind == "jsonl":
-        keys, nested = _first_record(file)
+        keys, nested = _first_record(file, array=array)
     else:
         keys, nested = _columns(file), False
     shape = next((s for s, wanted in SHAPES.items() if keys >= {*wanted}), "")
     return Part(kind=kind, shape=shape, files=(whole,), keys=keys, nested=nested)  # type: ignore[arg-type]
 
 
-def _first_record(file: Path) -> tuple[frozenset[str], bool]:
+def _begins_an_array(file: Path) -> bool:
+    with file.open(encoding="utf-8", errors="replace") as text:
+        return is_list(text.read(MIB))
+
+
+def _first_record(file: Path, *, array: bool) -> tuple[frozenset[str], bool]:
     """Its keys, and whether its preferred answer is a list of messages."""
-    hint = "one object a line (`jq -c '.[]'` splits an array)"
+    hint = "one object a line, or an array of objects"
     try:
-        with file.open(encoding="utf-8") as lines:
-            line = next((line for line in lines if line.strip()), "{}")
-    except (OSError, UnicodeDecodeError) as error:
+        with file.open(encoding="utf-8") as text:
+            found = read_list(text.read) if array else (line for line in text if line.strip())
+            line = next(found, "{}")
+    except (OSError, UnicodeDecodeError, ListError) as error:
         raise InvalidRequest(f"cannot read `{file}`: {error}", hint=hint) from None
-    record = parse_json(line, source=f"the first line of `{file}`", hint=hint)
+    record = parse_json(line, source=f"the first record of `{file}`", hint=hint)
     if not isinstance(record, dict):
         raise InvalidRequest(f"`{file}` begins with {type(record).__name__}, not a JSON object")
     return frozenset(key for key in record if record[key] is not None), isinstance(

@@ -94,6 +94,9 @@ def _counts(recipe: Recipe, group: str, key: str, value: object) -> bool:
 
 
 def _plain(record: Record, key: str) -> object:
-    """The default of a nested key; NODEFAULT where it has none, and always counts."""
-    fields = {field.name: field.default for field in msgspec.structs.fields(record)}
-    return fields[key]
+    """The default of a nested key as data; NODEFAULT where it has none, and always counts."""
+    field = next(each for each in msgspec.structs.fields(record) if each.name == key)
+    made = field.default
+    if made is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+        made = field.default_factory()
+    return to_data(made) if isinstance(made, Record) else made

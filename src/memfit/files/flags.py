@@ -70,7 +70,7 @@ FLAGS = (
     Flag(("evaluate-every", "eval-every", "eval-steps"), "run.evaluate_every", "N",
          "steps between evaluations of the held-out data"),
     Flag(("data", "dataset"),
-         "task.data", "PATH", "text, JSONL, CSV or parquet file, or a folder of them"),
+         "task.data", "PATH", "text, JSON, JSONL, CSV or parquet file, or a folder of them"),
     Flag(("objective",), "task.objective", "NAME",
          "pretrain, sft, dpo, simpo, orpo, cpo, kto, reward, grpo, rloo, ppo or online_dpo",
          words=True),

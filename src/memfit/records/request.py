@@ -85,7 +85,7 @@ class Task(Record, frozen=True, kw_only=True):
     """What to train on, and for how long."""
 
     objective: Objective = "pretrain"
-    data: str = ""  # text, JSONL, CSV or parquet file, or a folder; "" while only planning
+    data: str = ""  # text, JSON, JSONL, CSV or parquet file, or a folder; "" while only planning
     evaluation: str = ""  # held-out data of the same kinds
     evaluation_share: Fraction = 0.0  # of the data's documents, held out of training
     chat_template: str = ""  # in Jinja, or a file of it; "": the tokenizer's own

@@ -7,17 +7,20 @@ its tokens has, on a sample; without one that is assumed. `memfit train` counts 
 from __future__ import annotations
 
 import glob
+import io
 import json
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from memfit.core import units
+from memfit.core.system.json_lists import ListError, read_list
 from memfit.core.system.reading import is_file, is_folder
 
 ASSUMED_BYTES = 4.0  # of UTF-8 text for a token: English under vocabularies of 32,000 to 150,000
 SAMPLE = 256 * units.KIB  # bytes that are looked at
-RECORDS = (".jsonl", ".ndjson")
+RECORDS = (".jsonl", ".ndjson", ".json")
 
 
 class DataSize(NamedTuple):
@@ -66,7 +69,7 @@ def _estimate(files: tuple[tuple[str, int, int], ...], vocabulary: str) -> DataS
             continue
         with open(name, "rb") as file:
             start = file.read(SAMPLE)
-        if not start or b"\0" in start:
+        if not start or b"\0" in start or (name.endswith(".json") and _is_document(start)):
             continue
         share, each, sampled = _look(start, name.endswith(RECORDS))
         text += share * size
@@ -82,7 +85,7 @@ def _look(start: bytes, are_records: bool) -> tuple[float, float, str]:
     """Share of a file's bytes that are text, bytes of a record, and the text itself."""
     if not are_records:
         return 1.0, 0.0, start.decode("utf-8", "ignore")
-    lines = start.splitlines()
+    lines = _elements(start) or start.splitlines()
     whole = lines[:-1] if len(lines) > 1 and len(start) == SAMPLE else lines
     texts: list[str] = []
     for line in whole:
@@ -94,6 +97,20 @@ def _look(start: bytes, are_records: bool) -> tuple[float, float, str]:
     text = "\n".join(texts)
     size = len(text.encode("utf-8", "surrogatepass"))
     return size / max(read, 1), read / max(len(whole), 1), text
+
+
+def _is_document(start: bytes) -> bool:
+    """Whether a JSON text is one object, neither a list of examples nor one a line."""
+    return b"\n{" not in start and not _elements(start)
+
+
+def _elements(start: bytes) -> list[bytes]:
+    """Those of a JSON array that are whole; none of any other text."""
+    text = io.StringIO(start.decode("utf-8", "ignore"))
+    found: list[bytes] = []
+    with suppress(ListError):
+        found.extend(element.encode() for element in read_list(text.read))
+    return found
 
 
 def _collect(value: Any, texts: list[str]) -> None:

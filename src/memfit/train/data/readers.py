@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import glob
-import shlex
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest, did_you_mean
+from memfit.core.system.json_lists import is_list
+from memfit.core.units import MIB
 from memfit.train.data.formats import PLUGIN, name_kind_of
 from memfit.train.data.hashes import Content, Hashes
 
@@ -17,14 +19,16 @@ KINDS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
 }  # fmt: skip
 
-FORMATS = "UTF-8 text, JSONL (one object a line), parquet or CSV"
+FORMATS = "UTF-8 text, JSONL (one object a line), a JSON array of objects, parquet or CSV"
 
 
 class Source(NamedTuple):
     """One file of the data, with the hash of its bytes."""
 
     path: Path
-    kind: str  # text | jsonl | parquet | csv, or a registered reader's (`formats`)
+    kind: (
+        str  # text | jsonl | json (an array) | parquet | csv, or a registered reader's (`formats`)
+    )
     sha256: str
 
 
@@ -57,10 +61,10 @@ def find_sources(data: str, cache: Path | None = None) -> Sources:
         digest, problem = _inspect(file, hashes)
         if file.stat().st_size == 0:
             empty += 1
-        elif file.suffix.lower() == ".json":
-            documents += 1
         elif problem:
             binary += 1
+        elif not _kind_of(file):
+            documents += 1
         else:
             files.append(Source(file, _kind_of(file), digest))
     hashes.remember()
@@ -115,18 +119,31 @@ def _named(path: Path, hashes: Hashes) -> Source:
     """A file that the user named himself: every reason not to use it is an error."""
     if path.stat().st_size == 0:
         raise InvalidRequest(f"`{path}` is empty", hint="name a file with text in it")
-    if path.suffix.lower() == ".json":
-        old, new = (shlex.quote(str(place)) for place in (path, path.with_suffix(".jsonl")))
-        raise InvalidRequest(
-            f"`{path}` is one JSON document, not examples",
-            hint="data has one object a line, as JSONL:"
-            f" `jq -c '.[]' {old} > {new}` writes it of an array",
-        )
     digest, problem = _inspect(path, hashes)
     if problem:
         raise InvalidRequest(f"`{path}` {problem}", hint=f"data is {FORMATS}")
-    return Source(path, _kind_of(path), digest)
+    if not (kind := _kind_of(path)):
+        raise InvalidRequest(
+            f"`{path}` is one JSON document, not examples", hint=f"data is {FORMATS}"
+        )
+    return Source(path, kind, digest)
+
+
+def kind_of_json(path: Path) -> str:
+    """`json` of an array of objects, `jsonl` of one object a line; "" of any other document."""
+    with path.open("rb") as file:
+        start = file.read(MIB).decode("utf-8", "ignore")
+    if is_list(start):
+        return "json"
+    lines = [line for line in start.split("\n") if line.strip()]
+    try:
+        return "jsonl" if len(lines) > 1 and isinstance(json.loads(lines[0]), dict) else ""
+    except (ValueError, RecursionError):
+        return ""
 
 
 def _kind_of(path: Path) -> str:
+    """Of `Source`; "" of a JSON document that holds no examples."""
+    if path.suffix.lower() == ".json":
+        return kind_of_json(path)
     return KINDS.get(path.suffix.lower()) or name_kind_of(path) or "text"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.json_lists import ListError, read_list
 from memfit.core.system.reading import name_kind, parse_json
 from memfit.core.units import KIB, MIB
 from memfit.train.data.conversations import (
@@ -48,11 +49,12 @@ class Text(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Whole lines of a JSONL file."""
+    """Whole lines of a JSONL file, or elements of a JSON array, each as a line."""
 
     path: Path
     first: int  # the number of the first one, from 1
     content: bytes
+    word: str = "line"  # what one is called where it is wrong
 
     @property
     def size(self) -> int:
@@ -66,7 +68,7 @@ class Lines(NamedTuple):
         for number, line in enumerate(lines, self.first):
             if not line.strip():
                 continue
-            place = f"`{self.path}` line {number}"
+            place = f"`{self.path}` {self.word} {number}"
             record = parse_json(line, source=place, hint="write one JSON object a line")
             if not isinstance(record, dict):
                 raise InvalidRequest(
@@ -222,6 +224,28 @@ def _jsonl(source: Source) -> Iterator[Item]:
         yield Lines(source.path, first, bytes(held))
 
 
+def _json(source: Source) -> Iterator[Item]:
+    """The elements of an array: a JSON text may have line breaks between its tokens alone."""
+    path, first, count, held = source.path, 1, 0, bytearray()
+    try:
+        with path.open(encoding="utf-8", errors="strict") as file:
+            for text in read_list(file.read):
+                held += text.replace("\r", " ").replace("\n", " ").encode() + b"\n"
+                count += 1
+                if len(held) >= SHARD:
+                    yield Lines(path, first, bytes(held), "example")
+                    first, count, held = first + count, 0, bytearray()
+    except ListError as error:
+        raise InvalidRequest(
+            f"`{path}` example {error.number}: {error.problem}",
+            hint="write one array of objects, or one object a line",
+        ) from None
+    if not count and first == 1:
+        raise InvalidRequest(f"`{path}` is an empty array", hint="name a file with examples in it")
+    if held:
+        yield Lines(path, first, bytes(held), "example")
+
+
 def _count_lines(content: bytes) -> int:
     """Ends of lines, as Python's own text files have them: LF, CR, or both."""
     return content.count(b"\n") + content.count(b"\r") - content.count(b"\r\n")
@@ -266,7 +290,7 @@ def _csv(source: Source) -> Iterator[Item]:
         _refuse_table(path, "CSV", error)
 
 
-SPLITTERS = {"text": _text, "jsonl": _jsonl, "parquet": _parquet, "csv": _csv}
+SPLITTERS = {"text": _text, "jsonl": _jsonl, "json": _json, "parquet": _parquet, "csv": _csv}
 
 
 def _split(source: Source) -> Iterator[Item]:
