@@ -12,7 +12,9 @@ from hypothesis import settings
 
 from memfit.catalog.overheads import Overhead
 from memfit.certify import in_this_process
+from memfit.export import ways_out as ways_there
 from memfit.plan.memory import process
+from memfit.plan.questions import ways_out
 from memfit.plan.search import search
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Freeze, Lora, Optimizer, Recipe
@@ -51,9 +53,9 @@ SETTINGS = {
 }  # fmt: skip
 # Predictions held to a trace of each setting, on a CPU and on a GPU: on one of the two, in turns.
 EITHER = (
-    "test_in_backward.py", "test_memory.py", "test_offload.py", "test_orthogonal_and_factored.py",
-    "test_qat.py", "test_quantised_memory.py", "test_rollout_memory.py",
-    "test_stochastic_rounding.py",
+    "test_in_backward.py", "test_lion.py", "test_memory.py", "test_offload.py",
+    "test_orthogonal_and_factored.py", "test_qat.py", "test_quantised_memory.py",
+    "test_rollout_memory.py", "test_stochastic_rounding.py",
 )  # fmt: skip
 DEVICE = re.compile(r"cpu-x86|h100-sxm(5-80gb)?|a_cpu|cpu|cuda")
 
@@ -81,11 +83,36 @@ def on_the_other_device(items):
 
 def pytest_collection_finish():
     gc.freeze()  # thousands of tests, which no collection need look at again
+    gc.set_threshold(20_000, 30, 30)  # of plans, which make many small objects, an eighth faster
 
 
+# What a plan says beside its recipe, by the marker of tests about it: each row is a further plan.
+FURTHER_PLANS = {
+    "levers": ((search, "replan_levers"), (search, "replan_shown")),
+    "ways_out": ((ways_out, "find_ways_out"), (ways_there, "find_ways_out")),
+}
+WHOLE = {place: getattr(*place) for places in FURTHER_PLANS.values() for place in places}
+
+
+def plan_further(item):
+    """Plans have no levers and no ways out, which take up to nine tenths of their time, but in
+    tests that are about them (markers `levers` and `ways_out`), of the page, and in wide cases.
+
+    tests/plan/test_replanned.py, test_shown_levers.py and test_ways_out.py hold each of them to
+    its own plan. Fixtures of any scope are made after this has run for their first test.
+    """
+    every = item.get_closest_marker("wide") or item.path.parent.name == "ui"
+    for marker, places in FURTHER_PLANS.items():
+        wanted = every or item.get_closest_marker(marker)
+        for place in places:
+            setattr(*place, WHOLE[place] if wanted else lambda *_: ())
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item, seen=[0]):  # noqa: B006 - kept from test to test
     """What libraries make when they are imported lives as long as the process does: a collection,
     which every real step begins with, need not look at it again (0.3 s with torch and others)."""
+    plan_further(item)
     if len(sys.modules) > seen[0] + 200:
         seen[0] = len(sys.modules)
         gc.collect()
@@ -138,13 +165,6 @@ def certified_here():
     one of their own: that would import all libraries again."""
     with in_this_process():
         yield
-
-
-@pytest.fixture
-def without_levers(monkeypatch):
-    """Plans have no levers meanwhile, which take more than half of their time, for tests that ask
-    for none: tests/plan/test_replanned.py holds each of them to its own plan."""
-    monkeypatch.setattr(search, "replan_levers", lambda *_: ())
 
 
 @pytest.fixture

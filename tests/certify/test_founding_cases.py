@@ -18,10 +18,11 @@ PROJECTIONS = BLOCKS * 12 * HIDDEN**2  # weights of query_key_value, dense, and 
 @pytest.mark.parametrize(
     ("base_format", "device", "bits", "what"),
     [
+        # what int8 and nf4 hold: plan/test_quantised_memory.py; recipes/: test_closed_forms.py;
+        # what was certified of these: docs/test_recorded.py
         pytest.param("int8", "rtx-4090", 8.0, "lora", marks=pytest.mark.wide),
-        # what nf4 holds: plan/test_quantised_memory.py; recipes/: test_closed_forms.py
         pytest.param("nf4", "rtx-3090", 4.13, "lora", marks=pytest.mark.wide),
-        ("int8", "rtx-4090", 8.0, "dpo"),
+        pytest.param("int8", "rtx-4090", 8.0, "dpo", marks=pytest.mark.wide),
     ],
 )
 def test_a_20b_model_with_a_quantised_base_is_certified_to_fit_24_gb(

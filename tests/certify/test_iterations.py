@@ -124,7 +124,7 @@ def test_every_phase_holds_the_same_bytes_real_and_fake(
 ):
     rollout = replace(ROLLOUT, **(LONGER if family == "llama" else SHORT), **slots)
     recipe = make_recipe(
-        family, config=CONFIGS[family] | config, accumulation=4 if family == "llama" else 2,
+        family, config=CONFIGS[family] | config, accumulation=2,
         objective=objective, sequence_length=rollout.width, **changes,
     )  # fmt: skip
     recipe = replace(recipe, rollout=rollout, policy=policy, reward=REWARD)
@@ -211,7 +211,7 @@ def test_held_out_prompts_are_answered_within_what_a_rollout_holds():
     recipe = make_recipe(
         "llama", method="lora", accumulation=6, objective="grpo", sequence_length=width
     )
-    for rows, group in ((3, 2), (8, 4), (0, 3)):
+    for rows, group in ((3, 2), (0, 3)):
         rollout = replace(ROLLOUT, rows=rows, num_generations=group, **SHORT)
         recipe = replace(recipe, rollout=rollout, policy=Policy(), reward=REWARD)
         fake = trace_iterations(recipe, CPU)
@@ -243,7 +243,7 @@ def test_a_reward_on_the_same_base_is_predicted_and_certified_to_the_byte(
     rollout = replace(ROLLOUT, **SHORT, **(ALONE if objective == "ppo" else {}))
     reward = reward_of(folder, rank=6, targets=TARGETS[family], funcs=("format",))
     recipe = make_recipe(
-        family, accumulation=4, objective=objective, method="lora", rollout=rollout, policy=policy,
+        family, accumulation=2, objective=objective, method="lora", rollout=rollout, policy=policy,
         reward=reward, sequence_length=rollout.width, **changes,
     )  # fmt: skip
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)

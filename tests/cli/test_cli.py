@@ -429,6 +429,7 @@ def test_an_option_of_offers_without_offers_is_refused():
 # what the screens of the catalogues hold
 
 
+@pytest.mark.levers
 @pytest.mark.parametrize("arguments", [
     ["devices"], ["models"], ["formats", "3.14159265"], ["rules", "gpt2"], ["doctor"], ["--help"],
     ["devices", "h100-sxm"], ["models", "gpt2-xl"],

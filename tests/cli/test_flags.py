@@ -230,6 +230,7 @@ def test_gpus_do_not_name_a_second_device():
         read({"gpus": "2xL40S", "device": "h100-sxm"})
 
 
+@pytest.mark.ways_out
 def test_solve_takes_model_and_field_in_either_order_and_says_what_would_fit():
     asked = ["gpt2", "seq-len", "--device", "rtx-4080", "--memory", "300 MiB", "--full"]
     code, out, err = quick("solve", *asked, "--precision", "bf16")

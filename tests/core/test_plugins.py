@@ -8,7 +8,7 @@ from importlib.metadata import distributions
 import pytest
 
 from memfit.core.registry import GROUP, may_have_plugins
-from typed_commands import memfit
+from typed_commands import memfit, quick
 
 PLUGIN = '''
 """An objective, an optimizer, a family, a reader of data and a callback of another package."""
@@ -114,31 +114,38 @@ def run(folder, words, data, *, objective, optimizer, callbacks=(), path=""):
         asked["optimizer"]["momentum"] = 0.0
         asked["preference"] |= {"loss_type": "hinge", "cross_entropy": 0.0}
     (folder / "request.yaml").write_text(json.dumps(asked))
-    around = {"MEMFIT_CACHE": str(folder / "cache")}
-    if path:
-        around["PYTHONPATH"] = f"{SOURCE}:{path}"
-    return memfit("train", "request.yaml", "--folder", words, "--quiet", cwd=folder, **around)
+    typed = ("train", "request.yaml", "--folder", words, "--quiet")
+    if not path:
+        code, _, told = quick(*typed)
+        return code, told
+    around = {"MEMFIT_CACHE": str(folder / "cache"), "PYTHONPATH": f"{SOURCE}:{path}"}
+    done = memfit(*typed, cwd=folder, **around)
+    return done.returncode, done.stderr
 
 
 SOURCE = next(path for path in sys.path if path.endswith("src"))
 
 
 @pytest.mark.slow
-def test_a_run_of_another_packages_parts_is_that_of_memfits_own(installed, tmp_path):
+def test_a_run_of_another_packages_parts_is_that_of_memfits_own(
+    installed, tmp_path, monkeypatch, certified_here
+):
     """The plugin's parts do what memfit's `cpo`, `sgd` and JSONL do: the losses are the same, and
     what the run holds is what the certificate says of the plugin's optimizer."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
     text = "".join(f"=={'|'.join(pair)}\n" for pair in PAIRS)
     (tmp_path / "data.pairs").write_text(text)
     keys = ("prompt", "chosen", "rejected")
     lines = [json.dumps(dict(zip(keys, pair, strict=True))) for pair in PAIRS]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    theirs = run(
+    code, told = run(
         tmp_path, "theirs", "data.pairs", objective="margin", optimizer="plain",
         callbacks=["note", "fail"], path=installed,
     )  # fmt: skip
-    assert theirs.returncode == 0, theirs.stderr
-    ours = run(tmp_path, "ours", "data.jsonl", objective="cpo", optimizer="sgd")
-    assert ours.returncode == 0, ours.stderr
+    assert code == 0, told
+    code, told = run(tmp_path, "ours", "data.jsonl", objective="cpo", optimizer="sgd")
+    assert code == 0, told
     found = {
         name: json.loads((tmp_path / name / "run.json").read_text()) for name in ("theirs", "ours")
     }
@@ -178,11 +185,11 @@ def test_a_family_of_another_package_is_planned_as_its_model_for_model_twin(inst
 @pytest.mark.parametrize(
     ("key", "value"), [("task.objective", "margin"), ("optimizer.name", "plain")]
 )
-def test_without_the_package_its_names_are_unknown(key, value, tmp_path):
-    done = memfit("plan", "gpt2", "--set", f"{key}={value}", cwd=tmp_path)
-    assert done.returncode == 2
-    assert f"`{value}`" in done.stderr
-    assert "hint:" in done.stderr
+def test_without_the_package_its_names_are_unknown(key, value):
+    code, _, told = quick("plan", "gpt2", "--set", f"{key}={value}")
+    assert code == 2
+    assert f"`{value}`" in told
+    assert "hint:" in told
 
 
 def test_plugins_are_looked_for_where_importlib_would_find_them(tmp_path):

@@ -5,6 +5,7 @@ import re
 import pytest
 from code_blocks import ROOT, read_blocks
 
+pytestmark = [pytest.mark.levers, pytest.mark.ways_out]
 PAGE = ROOT / "docs" / "api.md"
 BLOCKS = [b.body for b in read_blocks(PAGE) if b.language == "python" and not b.reason]
 

@@ -58,7 +58,7 @@ def type_line(line):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("certified_here", "without_levers")
+@pytest.mark.usefixtures("certified_here")
 @pytest.mark.parametrize("block", COMMANDS)
 def test_the_commands_of_a_block_run(block, tmp_path, monkeypatch):
     """In a folder with the page's own request, and a file of TRL's where a command checks one."""

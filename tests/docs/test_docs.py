@@ -32,7 +32,6 @@ def check_code(command, code, err):
 PAGES = [DOCS / "does_not_fit.md", *sorted((DOCS / "concepts").glob("*.md"))]
 
 
-@pytest.mark.usefixtures("without_levers")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -45,7 +44,7 @@ def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("certified_here", "without_levers")
+@pytest.mark.usefixtures("certified_here")
 def test_the_quick_start_trains_and_reports(tmp_path, monkeypatch):
     page = DOCS / "quickstart.md"
     (request,) = blocks(page.read_text(), "yaml")
@@ -61,7 +60,7 @@ def test_the_quick_start_trains_and_reports(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("certified_here", "without_levers")
+@pytest.mark.usefixtures("certified_here")
 def test_the_page_on_objectives_learns_from_rewards(tmp_path, monkeypatch):
     """Of its 200 iterations the first four; its request is the recipe's, whose data is made so."""
     text = (DOCS / "objectives.md").read_text()

@@ -207,7 +207,6 @@ CELLS = [
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_levers")
 @pytest.mark.parametrize(("family", "cell"), CELLS)
 def test_a_journey_from_a_plan_to_a_job(family, cell, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import questions_page  # noqa: E402
 
+pytestmark = [pytest.mark.levers, pytest.mark.ways_out]  # whole screens are compared
 QUESTIONS = tomllib.loads(questions_page.QUESTIONS.read_text(encoding="utf-8"))["question"]
 PAGE = questions_page.PAGE.read_text(encoding="utf-8")
 CASES = [

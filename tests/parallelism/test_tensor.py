@@ -86,6 +86,7 @@ def ask(**changes) -> Request:
     return from_data({**stated, **changes}, Request, source="a test")
 
 
+@pytest.mark.levers
 def test_a_search_leaves_what_such_ranks_lack() -> None:
     found = api.plan(ask(), levers=False).recipe
     assert found.parallel == Parallel(dp_shard=4, tp=2, sequence_parallel=True)

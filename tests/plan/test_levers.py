@@ -13,6 +13,8 @@ from memfit.records import from_data
 from memfit.records.recipe import Parallel
 from memfit.records.request import Request
 
+pytestmark = pytest.mark.levers
+
 MODEL = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,

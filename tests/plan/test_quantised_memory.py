@@ -144,6 +144,7 @@ def test_int8s_forward_gains_from_int8_products_and_pays_for_casts():
     assert uncoded.forward < slow.forward
 
 
+@pytest.mark.levers
 @pytest.mark.parametrize(("method", "model"), [("full", "llama-3.2-1b"), ("lora", "llama-3.1-8b")])
 def test_levers_offer_a_base_in_eight_and_in_four_bits_with_bytes_and_time(method, model):
     task = Task(sequence_length=2048, global_batch=4)
@@ -165,6 +166,7 @@ def test_levers_offer_a_base_in_eight_and_in_four_bits_with_bytes_and_time(metho
     assert shown.fits
 
 
+@pytest.mark.levers
 def test_no_lever_quantises_what_cannot_be():
     request = Request(
         model="mixtral-8x7b-v0.1", method="lora", weights="pretrained",

@@ -6,6 +6,8 @@ from memfit import api
 from memfit.cli.options import read_changes
 from memfit.core.wording import set_words
 
+pytestmark = pytest.mark.levers
+
 CASES = {
     "whole": ("llama-3.1-8b", "h100-sxm", {}),
     "adapters": ("llama-3.1-8b", "rtx-4090", {}),

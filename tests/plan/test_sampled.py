@@ -237,6 +237,7 @@ def test_an_update_that_does_not_fit_is_refuted_all_the_same():
     )
 
 
+@pytest.mark.ways_out
 def test_a_plan_that_does_not_fit_offers_what_a_rollout_can_do_without():
     asked = ask(
         limits={"memory": "900 MiB"}, hardware={"device": "cpu"}, micro_batch=1, method="full",
@@ -277,6 +278,7 @@ def test_as_many_answers_are_in_flight_as_the_device_holds():
     assert not any("in flight" in line for line in roomy.assumptions)
 
 
+@pytest.mark.levers
 def test_levers_turn_the_keys_of_a_rollout():
     made = api.plan(ask(method="lora", limits={"memory": "40 GiB"}))
     keys = {key for lever in made.levers for key in lever.changes}
@@ -413,6 +415,7 @@ def test_pairs_of_sampled_answers_are_ordered_and_compared_as_trl_does():
     assert replace(again, lean=stated.recipe.lean) == stated.recipe
 
 
+@pytest.mark.levers
 def test_levers_of_pairs_hold_whole_pairs():
     """Of the parts of 30 rows, 15 are no whole pairs."""
     made = api.plan(ask("online_dpo", task={"global_batch": 30}, micro_batch=10))

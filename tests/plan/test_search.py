@@ -122,12 +122,12 @@ def test_a_limit_a_tenth_below_none_costs_a_few_per_cent(model, device, slower):
     assert chosen.memory.peak_allocated <= 0.91 * none.memory.peak_allocated
     assert chosen.time.step_seconds < slower * none.time.step_seconds
     assert chosen.recipe.selective_blocks
-    whole = min(
+    whole = next(  # each block more takes longer
         (
             plan.time.step_seconds for n in range(1, none.recipe.recompute_blocks + 40)
             if (plan := _with_blocks(model, device, open_, n)) is not None
         ),
-        default=None,
+        None,
     )  # fmt: skip
     assert whole is None or chosen.time.step_seconds < whole
     (peaks,) = sweep([chosen.recipe], find_device(device))
@@ -150,6 +150,7 @@ def _rounding(plan):
     return plan.ledger.by_kind(Phase.BACKWARD).get(Kind.FRAGMENTATION, 0)
 
 
+@pytest.mark.levers
 @pytest.mark.usefixtures("tensors_alone")
 def test_precision_is_given_up_only_when_nothing_else_fits():
     roomy = api.plan(ask(precision="auto", limits={"memory": "1 GiB"}))

@@ -18,6 +18,8 @@ from memfit.plan.simulate.recompute import RecomputedBlocks
 from memfit.screens.short import show_short
 from memfit.screens.widgets.terminal import Console
 
+pytestmark = pytest.mark.levers
+
 CASES = {
     "everything kept": ("pythia-410m", "l4", {}),
     "blocks recomputed": ("llama-3.2-1b", "l4", {"method": "full", "precision": "bf16"}),

@@ -10,6 +10,7 @@ from memfit.records import to_data
 WORDS = {"device": "l4", "method": "lora", "seq_len": 128}
 
 
+@pytest.mark.levers
 def test_rows_are_a_frame():
     pytest.importorskip("pandas")
     plan = memfit.plan("gpt2", **WORDS)

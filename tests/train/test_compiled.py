@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config
+from torch._inductor import config as inductor
 
 from memfit import api
 from memfit.adapters import find_adapter
@@ -49,7 +50,9 @@ def fresh_compiler() -> Iterator[None]:
     """Compilations of other tests would count, and reach torch's limit for one function."""
     torch._dynamo.reset()
     counters.clear()
-    yield
+    # no vector code, and no trial of each set of vector instructions by g++
+    with inductor.patch({"cpp.simdlen": 1, "cpp.vec_isa_ok": True}):
+        yield
     torch._dynamo.reset()
 
 

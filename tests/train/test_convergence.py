@@ -79,7 +79,8 @@ def tuned(base, name, fault=lambda built: None):
     return held_out(built, 2)
 
 
-ALIKE = ("rslora", "lora over int8")  # trained as others are, but for a factor and a base
+# trained as others are, but for a factor, a base, and a precision that nf4 has, too
+ALIKE = ("rslora", "lora over int8", "full, bf16-mixed")
 
 
 @pytest.mark.slow

@@ -237,7 +237,7 @@ def test_a_frozen_models_head_is_trained_whatever_the_patterns():
     assert not any(".layers.1." in name for name in trained)
 
 
-def test_it_is_planned_restated_and_certified():
+def test_it_is_planned_restated_and_certified(certified_here):
     task = Task(objective="reward", sequence_length=64, global_batch=8, steps=3)
     asked = Request(model=CONFIG, task=task, method="lora", hardware=Hardware(device="cpu"),
                     preference=PreferenceRequest(center=0.01))  # fmt: skip

@@ -40,7 +40,7 @@ def recipe_of(folder: Path, objective: str = "grpo", **changes):
     values = {
         "objective": objective, "packing": False, "sequence_length": ROLLOUT.width,
         "rollout": ROLLOUT, "reward": RewardSettings(funcs=funcs, weights=(1.0, 0.5)),
-        "policy": Policy(), "micro_batch": 8, "accumulation": 2, "steps": 8,
+        "policy": Policy(), "micro_batch": 8, "accumulation": 2, "steps": 5,
         "optimizer": {"warmup_steps": 0}, **changes,
     }  # fmt: skip
     return tiny_recipe(**values)

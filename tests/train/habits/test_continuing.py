@@ -85,7 +85,7 @@ def test_another_schedule_is_the_same_lineage_and_another_seed_is_not():
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_where_it_is_told_to(tmp_path, certified_here, without_levers):
+def test_the_command_goes_on_where_it_is_told_to(tmp_path, certified_here):
     folder = tmp_path / "run"
     task = {**STATED["task"], "data": str(write_text(tmp_path / "data"))}
     file = write(tmp_path, STATED | {"task": task})

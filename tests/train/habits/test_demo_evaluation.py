@@ -41,7 +41,7 @@ def score(folder, files, length):
 
 @pytest.mark.slow
 def test_the_demos_held_out_loss_is_that_of_all_its_held_out_files(
-    tmp_path, monkeypatch, certified_here, without_levers
+    tmp_path, monkeypatch, certified_here
 ):
     monkeypatch.chdir(tmp_path)
     sources = demo.read_sources()[::EVERY]

@@ -345,7 +345,7 @@ def test_too_few_prompts_are_named(make):
 # tests/train/test_online_run.py learns digits, and the next test has what five seeds learned
 @pytest.mark.slow
 @pytest.mark.wide
-@pytest.mark.usefixtures("certified_here", "without_levers")
+@pytest.mark.usefixtures("certified_here")
 @pytest.mark.parametrize("objective", ["grpo", "rloo", "online_dpo"])
 def test_a_reward_is_learned(objective, tmp_path, monkeypatch):
     """A share of bench/rl_learns.py. One digit for all prompts is right in a ninth of them."""

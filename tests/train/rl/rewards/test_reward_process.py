@@ -100,7 +100,7 @@ def test_an_answer_that_breaks_the_function_costs_its_own_reward_alone(ask, name
 
 
 def test_an_endless_loop_is_a_timeout(ask):
-    found = ask("loops", ["a", "loop", "c"], seconds=3.0)
+    found = ask("loops", ["a", "loop", "c"], seconds=1.5)
     assert found.rewards == (1.0, None, 1.0)
     assert found.failures == {"timeout": 1}
 
