@@ -5,7 +5,8 @@ The ranks are some of those that FSDP2 cuts a model among, as in torchtitan: `dp
 (dp_shard / ep) x ep, and the ep ranks of a group are neighbours. Each of them has a part of every
 layer's experts, which FSDP2 cuts among the ranks that have the same part; all other weights are cut
 among all ranks, and each rank has rows of its own. Tokens go to the ranks of their experts and come
-back (`train.distributed.dealt`), gradients of an expert's weights are summed over the ranks that have it.
+back (`train.distributed.dealt`), gradients of an expert's weights are summed over the ranks that
+have it.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ def count_received(rows: int, imbalance: float) -> int:
 
 
 def exchange(x: Tensor, rows: int) -> Tensor:
-    """(sent, width) -> (rows, width), from other ranks; `exchange` of train/distributed/dealt.py."""
+    """(sent, width) -> (rows, width), of other ranks: `exchange` of train/distributed/dealt.py."""
     node = record(_exchange_backward(x.shape), (x,))
     return attach(node, empty(x.meter, (rows, *x.shape[1:]), x.dtype))
 
