@@ -286,6 +286,32 @@ def test_ranks_that_share_rows_learn_what_one_process_learns_and_move(runs):
     same_learning(runs, "moved rows", moved, alone, "rows alone")
 
 
+SPARSE = {
+    "config": {
+        "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+        "intermediate_size": 80, "num_hidden_layers": 2,
+    },
+    "steps": 6,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_dealt_experts_learn_what_one_process_learns_count_what_they_receive_and_move(runs):
+    """On 2 ranks; and from 2 with dealt experts to 2 without, to 4 with them."""
+    alone = runs.whole("sparse alone", **SPARSE)
+    dealt = {"dp_shard": 2, "ep": 2, "ep_imbalance": 1.0}
+    run = runs.whole("dealt", parallel=dealt, micro_batch=4, **SPARSE)
+    same_learning(runs, "dealt", run, alone, "sparse alone")
+    received = run.measurements["experts.largest_imbalance"].value
+    assert 0.5 < received <= 2  # of an untrained router: not even
+    warned = any("`parallel.ep_imbalance`" in text for text in run.warnings)
+    assert warned == (received > 1)
+    stop(runs, "moved experts", 2, parallel=dealt, **SPARSE)
+    stop(runs, "moved experts", 4, parallel=SHARDS, **SPARSE)
+    moved = runs.whole("moved experts", parallel={"dp_shard": 4, "ep": 2}, **SPARSE)
+    same_learning(runs, "moved experts", moved, alone, "sparse alone")
+
+
 DEEP = {"config": {"num_hidden_layers": 5}, "steps": 6}
 
 
