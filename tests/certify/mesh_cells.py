@@ -121,7 +121,7 @@ NOT_OURS = {
     "Adafactor": "torch's DTensor cannot run the operators of its Adafactor",
 }
 """Techniques that torch itself does not have on any axis, and why."""
-SAMPLED = {"GRPO, RLOO": ("FSDP2", "copies")}
+SAMPLED = {"GRPO, RLOO": ("FSDP2", "copies", "ep")}
 """Techniques whose recipes are no single step, and where test_sampled_ranks.py trains them."""
 CELLS = [(technique, axis) for technique, axes in TRAINED.items() for axis in axes]
 
@@ -143,7 +143,9 @@ def make_cell(technique: str, axis: str) -> Recipe:
 
 def make_sampled(objective: str, axis: str) -> Recipe:
     """A tiny recipe of an objective that samples answers; by the name of sampled_ranks.py."""
-    return make_recipe(config=SIZES, **sampled_ranks.changes_of(objective, AXES[axis]))
+    config = SPARSE if AXES[axis].ep > 1 else SIZES
+    changes = sampled_ranks.changes_of(objective, AXES[axis])
+    return make_recipe(config["model_type"], config=config, **changes)
 
 
 def name_cell(technique: str, axis: str) -> str:

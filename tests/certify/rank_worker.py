@@ -212,10 +212,12 @@ def routed_as_certified(parallel: Parallel) -> Iterator[None]:
 
 
 def _answer(recipe: Recipe, rank: int) -> dict[str, Any]:
+    routed = routed_as_certified(recipe.parallel) if recipe.parallel.ep > 1 else nullcontext()
     if recipe.samples:
-        held = sampled_ranks.watch(*build_watched(recipe, fill))
+        with routed:
+            held = sampled_ranks.watch(*build_watched(recipe, fill))
         return {**held, **_run_sampled(recipe, rank)}
-    with routed_as_certified(recipe.parallel) if recipe.parallel.ep > 1 else nullcontext():
+    with routed:
         live = watch_real_step(recipe, worst_shapes(recipe), fill=fill, inside=without_gloo)
     phases = {p: n for p, n in live.peaks.items() if p is not Phase.LOAD}
     kinds = {phase: live.ledger().by_kind(phase) for phase in phases}

@@ -55,8 +55,8 @@ CASES: dict[str, Recipe] = {
     "groups": make("deepseek_v3", recompute_blocks=1),
     "groups by softmax": make("deepseek_v2", parallel=PARTS),
 }
-WIDE = ("groups by softmax", "pure bf16", "in backward", "copies", "packed, selective")
-NAMES = [pytest.param(n, marks=pytest.mark.wide) if n in WIDE else n for n in CASES]
+TOLD = ("full", "each part on two ranks", "kept gathered, mixed", "biases, sinks")
+NAMES = [n if n in TOLD else pytest.param(n, marks=pytest.mark.wide) for n in CASES]
 LOPSIDED = {"uneven": make(parallel=UNEVEN)}
 
 

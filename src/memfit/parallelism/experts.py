@@ -84,35 +84,37 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 f"`parallel.{axis}: {ranks}` is not built beside experts that are dealt",
                 f"use `parallel.{axis}: 1`, or {OTHERWISE}",
             )
-    if recipe.samples:
-        problem = f"`objective: {recipe.objective}` samples answers, which ranks end at other times"
-        yield problem, f"use {OTHERWISE}"
     if recipe.offload != "none":
         yield f"`offload: {recipe.offload}` is not built for such ranks", "use `offload: none`"
 
 
-def deal(blocks: Sequence[nn.Module], parallel: Parallel, device_type: str) -> DeviceMesh:
-    """Give each ep rank its part of the experts of these blocks, on the meta device, in place.
-
-    Returns the mesh among whose ranks FSDP2 cuts that part; every rank of the process group calls
-    it. Blocks without experts are left alone.
-    """
+def make_mesh_of_experts(parallel: Parallel, device_type: str) -> DeviceMesh:
+    """The mesh (dp_replicate, parts of experts, ep), without the first axis where it has one rank;
+    every rank of the process group calls it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils._python_dispatch import _disable_current_modes
 
     copies, parts = parallel.dp_replicate, parallel.expert_shards
     axes = {"dp_replicate": copies, PARTS: parts, RANKS: parallel.ep}
+    if copies == 1:
+        del axes["dp_replicate"]
     # which warns that what two axes cut is gathered one after the other: so it is
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    if parallel.dp_replicate == 1:
-        del axes["dp_replicate"]
     with _disable_current_modes():  # a mesh is a table of real integers
-        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        group: Any = mesh[RANKS].get_group()
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def deal(blocks: Sequence[nn.Module], parallel: Parallel, device_type: str) -> DeviceMesh:
+    """Give each ep rank its part of the experts of these blocks, on the meta device, in place.
+
+    Returns the mesh among whose ranks FSDP2 cuts that part. Blocks without experts are left alone.
+    """
+    mesh = make_mesh_of_experts(parallel, device_type)
     for module in experts_of(blocks):
         _cut(module, mesh[RANKS])
+        group: Any = mesh[RANKS].get_group()
         module.group = group
-    return mesh[tuple(name for name in axes if name != RANKS)]
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name != RANKS)]
 
 
 def experts_of(blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:

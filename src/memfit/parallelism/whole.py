@@ -50,9 +50,12 @@ def sharers(model: nn.Module) -> int:
 
 def shard_number(tensor: Tensor) -> int:
     """Which shard of its tensor this rank holds; copies of one have the same number."""
-    held = cast(Any, tensor)
-    axes = [i for i, placement in enumerate(held.placements) if placement.is_shard()]
-    return int(held.device_mesh.get_local_rank(axes[0])) if axes else 0
+    held, number = cast(Any, tensor), 0
+    for axis, placement in enumerate(held.placements):
+        if hasattr(placement, "dim"):
+            mesh = held.device_mesh
+            number = number * mesh.size(axis) + mesh.get_local_rank(axis)
+    return number
 
 
 def gather(tensor: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from memfit.core.errors import InvalidRequest
 from memfit.parallelism import make_mesh
+from memfit.parallelism.experts import RANKS, make_mesh_of_experts
 from memfit.parallelism.whole import is_sharded
 from memfit.records.recipe import Parallel
 from memfit.train.checkpoint.files import (
@@ -128,7 +129,8 @@ class Saver:
         if mesh.device_type != "cpu":
             names = mesh.mesh_dim_names or ()
             if names not in self._meshes:
-                self._meshes[names] = make_mesh(parallel, "cpu")[names]
+                make = make_mesh_of_experts if RANKS in names else make_mesh
+                self._meshes[names] = make(parallel, "cpu")[names]
             mesh = self._meshes[names]
         return DTensor.from_local(
             part, mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
