@@ -1,6 +1,7 @@
 """Bytes of the objectives that sample: predicted, certified and measured, phase by phase.
 
-    python bench/rl_memory.py [--only TEXT]      writes bench/results/rl_memory.json
+    python bench/rl_memory.py [--only TEXT]      writes (with --only, updates)
+                                                 bench/results/rl_memory.json
 
 Each cell is one objective, one family and LoRA or full training, tiny and in fp32 on this CPU.
 Three ledgers are made of it: the plan's, the trainer's own iterations on tensors without data (what
@@ -112,7 +113,7 @@ def main() -> None:
                     cells[name] = {"refused": error.message}
                 print(name, json.dumps(cells[name]), flush=True)
     if only:
-        return
+        cells = json.loads(RESULTS.read_text(encoding="utf-8"))["cells"] | cells
     made = {"torch": version("torch"), "of": ["predicted", "certified", "measured"], "cells": cells}
     write_atomically(RESULTS, (json.dumps(made, indent=1) + "\n").encode())
 

@@ -13,7 +13,7 @@ from memfit.families.capabilities.kv_cache import cache_bytes
 from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.plan.simulate.sampled.rollout import Admission, Slots
 from memfit.records.ledger import Kind, Phase
-from memfit.records.recipe import Lora
+from memfit.records.recipe import Freeze, Lora
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 from tiny_models import CONFIGS, make_recipe
 
@@ -91,6 +91,10 @@ CASES = {
         "llama", ("online_dpo", {**ADAPTED, "base_format": "nf4"}, *OF_PAIRS[2:])
     ),
     "qwen3, pairs, chunked": ("qwen3", OF_PAIRS_CHUNKED),
+    "llama, pairs, full": ("llama", ("online_dpo", MIXED, *OF_PAIRS[2:])),
+    "gpt2, freeze, with a reference": (
+        "gpt2", ("grpo", {"method": "freeze", "freeze": Freeze(last_blocks=1)}, KL, {})
+    ),
     "gpt_neox, pairs": ("gpt_neox", OF_PAIRS),
     "gemma2, pairs, capped": ("gemma2", OF_PAIRS),
     "gemma3, pairs, within windows": ("gemma3_text", OF_PAIRS_CHUNKED),
@@ -133,6 +137,7 @@ ALIKE = (
     "qwen3, lora", "qwen3, full", "opt, lora", "phi, lora", "phi3, lora", "olmo2, full",
     "stablelm, full", "glm4_moe, lora", "deepseek_v2, lora, latent attention", "opt, ppo",
     "falcon, lora", "gptj, lora", "granite, rloo, scaled", "mpt, full, by distance",
+    "gpt2, freeze, with a reference",
 )  # fmt: skip
 
 
@@ -184,7 +189,7 @@ ON_CUDA = [
     "gpt_oss, sinks", "deepseek_v3, lora, latent attention", "qwen3_moe, full, experts",
     "llama, pairs", "gpt_neox, pairs", "qwen3, pairs, chunked",
     "llama, nf4, inputs of blocks on the host", "gpt_neox, ppo, activations on the host",
-    "llama, full, activations on the host",
+    "llama, full, activations on the host", "llama, pairs, full",
 ]  # fmt: skip
 
 

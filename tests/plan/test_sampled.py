@@ -15,7 +15,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.plan.request.wording import restate
 from memfit.records import from_data, to_data
 from memfit.records.ledger import Kind, Phase
-from memfit.records.recipe import Preference
+from memfit.records.recipe import Parallel, Preference
 from memfit.records.reinforcement import (
     Policy,
     RewardAdapter,
@@ -70,7 +70,7 @@ def test_what_is_left_open_is_what_trl_takes():
     rloo = plan(ask("rloo", method="lora"))
     assert (rloo.recipe.rollout.num_generations, rloo.recipe.policy.beta) == (2, 0.05)
     assert plan(ask("rloo", method="full")).recipe.policy.beta == 0.0
-    assert "beta 0 (what is trained whole has no reference)" in str(
+    assert "beta 0 (what is trained whole has no reference unless one is stated)" in str(
         plan(ask("rloo", method="full")).assumptions
     )
     plain = plan(ask(rollout={}, task={"sequence_length": 64 * 12}, model="qwen2.5-0.5b")).recipe
@@ -439,8 +439,34 @@ def test_other_spellings_are_answered_with_the_objective_s_name(guess):
     assert "did you mean `online_dpo`?" in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("objective", "policy"), [("online_dpo", {}), ("grpo", {"beta": 0.1}), ("rloo", {"beta": 0.1})]
+)
+def test_weights_that_are_trained_have_a_copy_as_their_reference(objective, policy):
+    """In the bytes of each phase, with its reason, and of the dtype of what is trained."""
+    stated = {"method": "full", "precision": "bf16-mixed", "micro_batch": 2}
+    made = plan(ask(objective, policy=policy, **stated))
+    entries = [e for e in made.ledger.entries if e.owner == "reference"]
+    assert {e.phase for e in entries} == set(made.ledger.phases)
+    assert {e.kind for e in entries} == {Kind.PARAMETERS}
+    (nbytes,) = {e.nbytes for e in entries}
+    parameters = [
+        e.nbytes for e in made.ledger.at(Phase.DECODE)
+        if e.kind is Kind.PARAMETERS and e.owner not in ("reference", "rotary")
+    ]  # fmt: skip
+    assert nbytes == sum(parameters)
+    assert "a frozen copy of what is trained" in entries[0].because
+    assert "frozen copy" in str(made.assumptions)
+    alone = plan(ask("grpo", rollout={**ROLLOUT, "num_generations": 2}, **stated))
+    assert "reference" not in {e.owner for e in alone.ledger.entries}
+    assert made.memory.peak_allocated > alone.memory.peak_allocated + 0.99 * nbytes
+
+
+def test_online_dpo_takes_adapters_where_nothing_is_stated():
+    assert plan(ask("online_dpo")).recipe.method == "lora"
+
+
 OF_PAIRS = {
-    "all weights": ({"method": "full"}, "what is trained is the reference no more"),
     "groups": ({"rollout": {"num_generations": 4}}, "compares two answers to a prompt"),
     "half a pair": ({"task": {"global_batch": 12}, "micro_batch": 3}, "use `micro_batch: 4`"),
     "a loss of tokens": ({"policy": {"loss_type": "dapo"}}, "which has sigmoid, ipo"),
@@ -500,7 +526,10 @@ REFUSED = {
     "states on the host": ({"offload": "optimizer"}, "`offload: optimizer` under"),
     "rounded": ({"qat": "int8"}, "qat: int8"),
     "scaled": ({"precision": "fp16-mixed"}, "precision: fp16-mixed"),
-    "no reference": ({"method": "full", "policy": {"beta": 0.1}}, "the reference no more"),
+    "a reference among ranks": (
+        {"method": "full", "policy": {"beta": 0.1}, "hardware": {"device": "h100-sxm", "count": 2}},
+        "a frozen copy of the weights, which ranks do not share",
+    ),
     "bnpo": ({"policy": {"loss_type": "bnpo"}}, "divides by the tokens of a micro-batch"),
     "another's key": ({"policy": {"normalize_advantages": True}}, "it is of `objective: rloo`"),
     "another's step": ({"framework": "hf-trainer"}, "not how it samples and judges"),
@@ -524,7 +553,7 @@ def test_a_request_that_cannot_be_is_refused(changes, said):
     [
         ({"packing": True}, "a row holds one answer"),
         ({"sequence_length": 31}, "a row of 31 tokens"),
-        ({"policy": Policy(beta=0.1)}, "the reference no more"),
+        ({"policy": Policy(beta=0.1), "parallel": Parallel(dp_shard=2)}, "ranks do not share"),
         ({"accumulation": 3}, "does not divide `task.global_batch"),
     ],
 )

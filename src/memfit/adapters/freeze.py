@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, final
 
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from memfit.adapters import Adapter, adapters
 from memfit.adapters.shared.apply import apply_rows, store_rows
 from memfit.adapters.shared.quantised_base import check_base
+from memfit.adapters.shared.reference_copy import fill_reference, running_reference
 from memfit.core.errors import InvalidRequest, did_you_mean
 from memfit.families import read_model
 from memfit.records.model import SCORE, Model, Weight
@@ -55,6 +57,15 @@ class Freeze(Adapter):
     def apply(self, module: nn.Module, recipe: Recipe) -> nn.Module:
         """See `Adapter.apply`."""
         return apply_rows(module, self.adapt(read_model(recipe.model), recipe))
+
+    def switched_off(self, module: nn.Module) -> AbstractContextManager[object]:
+        """See `Adapter.switched_off`: a copy of the starting weights runs, where one is held."""
+        return running_reference(module)
+
+    def reset(self, module: nn.Module, recipe: Recipe) -> None:
+        """See `Adapter.reset`: the reference is what training starts from."""
+        if recipe.copies_reference:
+            fill_reference(module)
 
 
 def _is_trained(row: Weight, first: int, layers: int, patterns: tuple[str, ...]) -> bool:

@@ -205,7 +205,7 @@ def _refuse_ranks(objective: str, parallel: Parallel, prompts: int) -> None:
         )
 
 
-def check_sampled_pairs(objective: str, policy: Policy, method: Method) -> None:
+def check_sampled_pairs(objective: str, policy: Policy) -> None:
     """Raise InvalidRequest where two sampled answers cannot be compared with the reference."""
     losses = pair_losses(objective)
     if policy.loss_type not in losses:
@@ -219,11 +219,15 @@ def check_sampled_pairs(objective: str, policy: Policy, method: Method) -> None:
             f"`policy.beta: {policy.beta:g}` under `objective: {objective}` teaches nothing",
             hint="use a number above 0, such as 0.1",
         )
-    if method not in ADAPTED:
+
+
+def check_copied(beta: float, method: Method, ranks: int) -> None:
+    """Raise InvalidRequest where ranks would share a copy of the weights, the reference."""
+    if beta and method not in ADAPTED and ranks > 1:
         raise InvalidRequest(
-            f"`method: {method}` under `objective: {objective}`, which compares each answer with"
-            " the reference: what is trained is the reference no more, and memfit holds one model",
-            hint="use `method: lora`, whose base is the reference, or `objective: grpo`",
+            f"`policy.beta: {beta:g}` under `method: {method}` on {ranks} ranks: the reference is a"
+            " frozen copy of the weights, which ranks do not share",
+            hint="use one device, `method: lora`, whose base is the reference, or `policy.beta: 0`",
         )
 
 
@@ -302,7 +306,7 @@ def _check_sampled(recipe: Recipe) -> None:
         check_values(recipe.objective, recipe.method)
         check_answered_once(recipe.rollout.dynamic_sampling)
     if pair_losses(recipe.objective):
-        check_sampled_pairs(recipe.objective, recipe.policy, recipe.method)
+        check_sampled_pairs(recipe.objective, recipe.policy)
         check_two_answers(recipe.objective, recipe.rollout.num_generations, recipe.micro_batch)
     elif recipe.policy.loss_type not in OF_TOKENS:
         raise InvalidRequest(
@@ -310,12 +314,7 @@ def _check_sampled(recipe: Recipe) -> None:
             " it is the loss of a pair of answers",
             hint=f"use one of {', '.join(OF_TOKENS)}, or `objective: online_dpo`",
         )
-    if recipe.policy.beta and not recipe.adapted:
-        raise InvalidRequest(
-            f"`policy.beta: {recipe.policy.beta:g}` under `method: {recipe.method}`: what is"
-            " trained is the reference no more, and memfit holds one model",
-            hint="use `method: lora`, whose base is the reference, or `policy.beta: 0`",
-        )
+    check_copied(recipe.policy.beta, recipe.method, recipe.parallel.world)
     if recipe.sequence_length != recipe.rollout.width:
         raise InvalidRequest(
             f"a row of {recipe.sequence_length} tokens is not a prompt of"

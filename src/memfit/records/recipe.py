@@ -403,6 +403,12 @@ class Recipe(Record, frozen=True, kw_only=True):
         return find_objective(self.objective).samples
 
     @property
+    def copies_reference(self) -> bool:
+        """Whether a frozen copy of the trained weights is held beside them: what sampled answers
+        are compared with, where no adapter can be switched off."""
+        return self.samples and self.policy.beta > 0 and not self.adapted
+
+    @property
     def values(self) -> bool:
         """Whether a value of each token is learned beside the policy, as `ppo` does."""
         return find_objective(self.objective).values

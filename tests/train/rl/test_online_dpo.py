@@ -8,17 +8,28 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from memfit.adapters import find_adapter
+from memfit.records.recipe import Freeze
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
+from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.generation.settings import Completion
 from memfit.train.rl.advantages import find_judged_pairs, order_pairs
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, iterate
 from memfit.train.rl.policy_loss import Answers, Counts, policy_loss
 from memfit.train.rl.rollout import Prompt, Sampling, roll_out
-from memfit.train.rl.rows import lay_out
+from memfit.train.rl.rows import answer_mask, lay_out
 from memfit.train.rl.sampling import sample_in_slots
+from memfit.train.step.step import answer_log_probs, step
 from neighbour_programs import run_program
-from tiny_models import gradients_in, make_built, make_recipe, start_adapters_at_random
+from tiny_models import (
+    CONFIGS,
+    gradients_in,
+    make_batch,
+    make_built,
+    make_recipe,
+    start_adapters_at_random,
+)
 
 CASES = (
     "sigmoid", "ipo", "beta", "missing end", "two functions", "all equal", "chunked",
@@ -202,6 +213,66 @@ def test_an_iteration_s_loss_is_of_the_model_s_own_chances_beside_its_base(tmp_p
     assert "clipped_low" not in figures
 
 
+METHODS = {
+    "full": {"method": "full"},
+    "freeze": {"method": "freeze", "freeze": Freeze(last_blocks=2)},
+    "tied": {"config": CONFIGS["llama"] | {"tie_word_embeddings": True}},
+    "recomputed": {"recompute_blocks": 2, "precision": "bf16-mixed"},
+}
+
+
+def whole_for(**changes):
+    """A model whose own weights are trained, at a rate that moves them."""
+    recipe = make_recipe(
+        "llama", micro_batch=4, accumulation=2, objective="online_dpo", policy=PAIRS,
+        rollout=ROLLOUT, sequence_length=ROLLOUT.width,
+        optimizer={"clip_norm": 0.0, "learning_rate": 0.02}, **changes,
+    )  # fmt: skip
+    return make_built(recipe)
+
+
+@pytest.mark.parametrize("changes", METHODS.values(), ids=METHODS)
+def test_what_is_trained_itself_is_compared_with_a_copy_of_what_it_was(tmp_path, changes):
+    """The loss of a second iteration, by hand, beside a model that nobody trained."""
+    built, fresh = whole_for(**changes), whole_for(**changes)
+    with making(tmp_path) as make:
+        learning = make()
+        iterate(built, learning, 0)
+        experience = roll_out(built, learning.sampling, 1)
+        own = plain_log_probs(built.model.eval(), learning, experience)
+        built.model.train()
+        figures = iterate(built, learning, 1).figures
+    base = plain_log_probs(fresh.model.eval(), learning, experience)
+    margins = ((own - base).view(-1, 2) * order_pairs(experience.rewards).view(-1, 2)).sum(1)
+    expected = -torch.nn.functional.logsigmoid(0.3 * margins).mean()
+    assert float((own - base).abs().max()) > 1e-2
+    near = {"rel": 0.05} if "precision" in changes else {"abs": 1e-6}
+    assert figures["loss"] == pytest.approx(float(expected), **near)
+    assert figures["reward_margin"] == pytest.approx(float(0.3 * margins.mean()), **near)
+    batch = make_batch()
+    with find_adapter(built.recipe).switched_off(built.model):
+        again = answer_log_probs(built, batch, 1.0).log_probs
+    assert torch.equal(again, answer_log_probs(fresh, batch, 1.0).log_probs)
+    assert not torch.equal(again, answer_log_probs(built, batch, 1.0).log_probs)
+
+
+def test_a_run_of_all_weights_goes_on_to_the_bit(make, tmp_path):
+    """No checkpoint has the reference: it is made of the starting weights again."""
+    learning, whole, cut = make(), whole_for(), whole_for()
+    figures = [iterate(whole, learning, i).figures for i in range(3)]
+    iterate(cut, learning, 0)
+    saved = save_checkpoint(tmp_path, 1, cut, "data")
+    held = sum(p.nbytes for p in cut.model.parameters())
+    assert (saved / "weights.safetensors").stat().st_size < 1.1 * held
+    resumed = whole_for()
+    load_checkpoint(saved, resumed, "data")
+    again = [iterate(resumed, learning, i).figures for i in (1, 2)]
+    for name, value in whole.model.named_parameters():
+        assert torch.equal(value, dict(resumed.model.named_parameters())[name]), name
+    for name in ("loss", "kl", "reward_margin", "grad_norm"):
+        assert [f.get(name) for f in figures[1:]] == [f.get(name) for f in again], name
+
+
 def test_pairs_of_which_nobody_judged_an_answer_teach_nothing(tmp_path):
     """Answers 1 and 6 have no reward: what is learned is what pairs 1 and 2 teach alone."""
     gradients = []
@@ -225,10 +296,6 @@ def test_pairs_of_which_nobody_judged_an_answer_teach_nothing(tmp_path):
 
 
 def _teach(built, prompts, completions, rewards):
-    from memfit.adapters import find_adapter
-    from memfit.train.rl.rows import answer_mask
-    from memfit.train.step.step import answer_log_probs, step
-
     batch = lay_out([p.ids for p in prompts], [c.ids for c in completions], 10)
     with find_adapter(built.recipe).switched_off(built.model):
         reference = answer_log_probs(built, batch, 1.0).log_probs

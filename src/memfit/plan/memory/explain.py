@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+from memfit.adapters.shared.reference_copy import REFERENCE
 from memfit.core.units import show_bytes, show_count
 from memfit.records.ledger import Kind
 from memfit.records.model import DTYPE_BYTES, Model, Weight
@@ -52,6 +53,9 @@ def _products(rows: Iterable[Weight]) -> str:
 
 
 def _parameters(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    if owner == REFERENCE:
+        trained = _products([w for w in model.weights if w.trainable])
+        return f"a frozen copy of what is trained, the reference: {trained}"
     products = _sum(model, owner, trainable=False).products
     return products + _cut(recipe) if products else f"buffers of {owner}: {show_bytes(nbytes)}"
 

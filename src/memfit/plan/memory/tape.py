@@ -233,6 +233,9 @@ class _Writer:
         architecture = self.local.architecture
         for spec in find_family(architecture.family).buffers(architecture):
             self.hold(spec.nbytes)
+        if self.recipe.copies_reference:
+            for spec in (w.spec for w in self.local.weights if w.trainable):
+                self.hold(spec.nbytes)
         cut = self.setting.sharding is not None
         for weight in self.whole.weights:
             if weight.coding:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.adapters.shared.peft_layers import base_name
+from memfit.adapters.shared.reference_copy import REFERENCE
 from memfit.adapters.shared.stored import stored_names
 from memfit.families import find_family, read_model
 from memfit.families.weight_files.headers import UNKNOWN, read_widths
@@ -123,6 +124,8 @@ class _Around:
             held += [spec.nbytes for spec in weight.stored.values()]
         a = self.model.architecture
         nbytes["rotary"] = [spec.nbytes for spec in find_family(a.family).buffers(a)]
+        if self.recipe.copies_reference:
+            nbytes[REFERENCE] = [w.nbytes for w in model.weights if w.trainable]
         parts: Parts = {}
         for owner, sizes in nbytes.items():
             parts = _sum(parts, hold((Kind.PARAMETERS, owner), sizes, self.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from memfit.adapters.shared.reference_copy import REFERENCE
 from memfit.records.ledger import Phase
 from memfit.train.model.hugging_face import parts
 
@@ -35,6 +36,9 @@ class Owners:
             if any(name == p or name.startswith(f"{p}.") for p in prefixes):
                 continue
             if any(True for _ in module.children()):
+                continue
+            if name == REFERENCE:
+                prefixes[name] = REFERENCE
                 continue
             has_weights = any(True for _ in module.parameters())
             prefixes[name] = "norm" if has_weights else "rotary"

@@ -69,11 +69,11 @@ class Learning:
                 " of probabilities would compare two masks of dropout",
                 hint="use `lora.dropout: 0`",
             )
-        if self.policy.beta and not recipe.adapted:
+        if self.policy.beta and not (recipe.adapted or recipe.copies_reference):
             raise InvalidRequest(
-                f"`policy.beta: {self.policy.beta}` under `method: {recipe.method}`: what is"
-                " trained is the reference no more, and memfit holds one model",
-                hint="use `method: lora`, whose base is the reference, or `policy.beta: 0`",
+                f"`policy.beta: {self.policy.beta}` under `method: {recipe.method}`, whose recipe"
+                f" has `policy.beta: {recipe.policy.beta}` and holds no reference",
+                hint="state the same `policy.beta` in the recipe",
             )
         if recipe.parallel.world != self.sampling.ranks.size:
             raise InvalidRequest(

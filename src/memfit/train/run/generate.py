@@ -193,7 +193,8 @@ def build_generator(recipe: Recipe, device: str) -> nn.Module:
         recipe, attention=kernel, recompute_blocks=0, selective_blocks=0, loss="plain",
         loss_chunk=0, compile="none", offload="none", parallel=Parallel(),
         # the policy alone answers, and nothing judges
-        objective="sft" if recipe.values else recipe.objective, reward=RewardSettings(),
+        objective="sft" if recipe.values or recipe.copies_reference else recipe.objective,
+        reward=RewardSettings(),
     )  # fmt: skip
     model = build_model(alone, device).eval()
     if recipe.autocast:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit import parallelism
 from memfit.adapters import find_adapter
 from memfit.adapters.shared.apply import replace_parameters
+from memfit.adapters.shared.reference_copy import hold_reference
 from memfit.core.errors import InvalidRequest
 from memfit.families import family_of, read_model
 from memfit.families.capabilities import qat
@@ -139,6 +140,8 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         rank = dist.get_rank() if mesh is not None else 0
         add_noise(parts(model).embedding, alpha, recipe.parallel, rank)
     _materialise(model, device, on_host=recipe.offload == "parameters")
+    if recipe.copies_reference:
+        hold_reference(model)
     return model.train()
 
 

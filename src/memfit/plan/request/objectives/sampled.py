@@ -11,6 +11,7 @@ from memfit.plan.memory.verdict import doubt_other_lengths
 from memfit.records.hardware import Device
 from memfit.records.objectives import (
     check_answered_once,
+    check_copied,
     check_no_preference,
     check_reward_adapter,
     check_sampled_pairs,
@@ -157,15 +158,11 @@ def choose_policy(request: Request, method: Method, *, second: bool = False) -> 
     _check_owners(stated, objective.name)
     beta = stated.beta
     if objective.pairs_samples:
-        return _choose_of_pairs(stated, objective, method)
+        return _choose_of_pairs(stated, objective)
     if beta == "auto":  # what is trained whole has no reference in one model
         beta = objective.sampled.beta if second or method in ADAPTED else 0.0
-    if beta and method not in ADAPTED and not second:
-        raise InvalidRequest(
-            f"`policy.beta: {beta:g}` under `method: {method}`: what is trained is the reference no"
-            " more, and memfit holds one model",
-            hint="use `method: lora`, whose base is the reference, or `policy.beta: 0`",
-        )
+    if not second:
+        check_copied(beta, method, request.ranks)
     plain = Policy()
     if objective.name == "grpo":
         level, scale = stated.importance_sampling_level, stated.scale_rewards
@@ -196,14 +193,14 @@ def _check_owners(stated: PolicyRequest, objective: str) -> None:
             )
 
 
-def _choose_of_pairs(stated: PolicyRequest, objective: Objective, method: Method) -> Policy:
+def _choose_of_pairs(stated: PolicyRequest, objective: Objective) -> Policy:
     assert objective.sampled is not None
     loss, beta = stated.loss_type, stated.beta
     made = Policy(
         loss_type=next(iter(objective.sampled.pair_losses)) if loss == "auto" else loss,
         beta=objective.sampled.beta if beta == "auto" else beta,
     )
-    check_sampled_pairs(objective.name, made, method)
+    check_sampled_pairs(objective.name, made)
     return made
 
 
@@ -304,8 +301,10 @@ def describe_sampled(request: Request, recipe: Recipe) -> str:
         parts.append("the value is a second adapter with a head of one number")
     elif request.policy.beta == "auto":
         whole = usual is not None and usual.beta and not policy.beta
-        why = " (what is trained whole has no reference)" if whole else ""
+        why = " (what is trained whole has no reference unless one is stated)" if whole else ""
         parts.append(f"beta {policy.beta:g}{why}")
+    if recipe.copies_reference:
+        parts.append("the reference is a frozen copy of the trained weights, of their dtype")
     return ", ".join(parts)
 
 
