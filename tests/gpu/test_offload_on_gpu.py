@@ -32,8 +32,12 @@ def one_step(recipe):
     return loss, gradients, torch.cuda.max_memory_allocated() - before
 
 
-def test_loss_and_gradients_are_those_without_and_the_device_holds_less() -> None:
-    kept = make_recipe(config=WIDE, precision="bf16", base_format="bf16", attention="math")
+@pytest.mark.parametrize("recomputed", [0, 8])
+def test_loss_and_gradients_are_those_without_and_the_device_holds_less(recomputed) -> None:
+    kept = make_recipe(
+        config=WIDE, precision="bf16", base_format="bf16", attention="math",
+        recompute_blocks=recomputed,
+    )  # fmt: skip
     loss, expected, held = one_step(kept)
     for _ in range(5):  # a race would not show every time
         again, gradients, fewer = one_step(replace(kept, offload="activations"))
