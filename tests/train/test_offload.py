@@ -8,7 +8,7 @@ from memfit import api, catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
 from memfit.families import read_model
-from memfit.plan.memory.predicted_memory import predict_memory
+from memfit.plan.memory.predicted_memory import predict_memory, waiting_on_host
 from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Lora
 from memfit.train.step.step import step
@@ -98,6 +98,17 @@ def test_the_certificate_says_what_the_host_holds():
     gone = kept.ledger.by_kind(Phase.LOSS)[Kind.ACTIVATIONS]
     gone -= away.ledger.by_kind(Phase.LOSS)[Kind.ACTIVATIONS]
     assert away.host[Phase.LOSS] >= gone > 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"recompute_blocks": 5}, {"selective_blocks": 7}])
+def test_a_plan_says_what_the_host_holds(changes):
+    """What the certificate counted of the host's tensors, but for the batch."""
+    config = make_recipe().model.config | {"num_hidden_layers": 7}
+    recipe = make_recipe(config=config, precision="bf16", base_format="bf16", **AWAY, **changes)
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    found = waiting_on_host(model, recipe, H100)
+    assert found == trace(recipe, H100).host[Phase.LOSS] > 0
+    assert waiting_on_host(model, replace(recipe, offload="none"), H100) == 0
 
 
 SHAPES = {

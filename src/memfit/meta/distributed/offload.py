@@ -52,6 +52,7 @@ class Load:
         self.parcels: list[ref[Parcel]] = []
         self.leaving: list[Storage] = []
         self.loaded = self.arrived = False
+        self.nbytes = 0  # on the host
 
     def pack(self, x: Tensor) -> Any:
         """See `train.offload.Load.pack`."""
@@ -64,6 +65,7 @@ class Load:
             numel = meter.requested[storage.index] // DTYPE_BYTES[x.dtype]
             host = None if meter.cuda else empty(meter, (numel,), x.dtype)
             parcel = self.known[id(storage)] = Parcel(numel, x.dtype, host)
+            self.nbytes += numel * DTYPE_BYTES[x.dtype]
             self.parcels.append(ref(parcel))
             self.leaving.append(storage)
         return Ticket(self, parcel, x.shape, x.strides)

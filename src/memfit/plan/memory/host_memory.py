@@ -37,7 +37,9 @@ def describe_host(recipe: Recipe, nbytes: int) -> tuple[str, ...]:
         return ()
     world = recipe.parallel.world
     machines = -(-world // (recipe.devices_per_node or world))
-    what = "states" if recipe.offload == "optimizer" else "weights, gradients and states"
+    what = {"optimizer": "states", "activations": "activations"}.get(
+        recipe.offload, "weights, gradients and states"
+    )
     each = "the host" if machines == 1 else f"each of {machines} hosts"
     return (
         f"{each} has {show_gib(nbytes // machines)} to spare for {what}, which no verdict counts",

@@ -13,6 +13,7 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
+from memfit.core.system.collector import without_collecting
 from memfit.core.units import show_gib
 from memfit.families.capabilities.compiled import keep_as_lean
 from memfit.meta.distributed.ring import Ring
@@ -47,6 +48,7 @@ from memfit.plan.simulate.blocks import (
     ROUNDING,
     Part,
     Parts,
+    Simulation,
     find_runs,
     repeats,
     shorten,
@@ -300,6 +302,18 @@ def describe_answers(recipe: Recipe) -> Answering | None:
         heated=loss_temperature(recipe.objective, recipe.rollout) != 1.0,
         values=recipe.values,
     )
+
+
+def waiting_on_host(model: Model, recipe: Recipe, device: Device) -> int:
+    """Bytes of one micro-batch's activations that wait in host memory as its loss begins; model:
+    after its adapter."""
+    if recipe.offload != "activations":
+        return 0
+    setting, counts = describe(model, recipe, device)
+    with without_collecting():
+        simulation = Simulation(setting, worst_batch(recipe), unrolled=False)
+        simulation.run()
+    return sum(simulation.waiting[index] * block.times for index, block in enumerate(counts))
 
 
 def worst_batch(recipe: Recipe) -> Batch:

@@ -219,6 +219,7 @@ class Simulation:
         if unrolled:
             self.meter.on_product = self._note_product
         self.marks: list[Mark] = []
+        self.waiting: dict[int, int] = {}  # bytes of each block that wait on the host
         self.rewards: Tensor | None = None
         self.values: Tensor | None = None  # sums of what a value's micro-batches say
 
@@ -720,6 +721,7 @@ def _backbone(
         if units is not None:
             x, mine = units.blocks[index].enter(x), units.lowered(mine)
         x, load = run_block(here, program, weights, x, mine, block, load)
+        simulation.waiting[index] = 0 if load is None else load.nbytes
         if units is not None:
             units.blocks[index].leave(x)
         del here, mine
