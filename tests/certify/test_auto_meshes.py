@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 from mesh_cells import SIZES
 from msgspec.structs import replace
+from tiny_steps import make_recipe
 
 from memfit import api
 from memfit.certify.tracing.world import fake_world
 from memfit.core.errors import InvalidRequest
+from memfit.families import read_model
 from memfit.parallelism.limits import check_ranks
+from memfit.plan.request.meshes import list_dealt
 from memfit.records import from_data
 from memfit.records.recipe import Recipe
-from memfit.records.request import Request
+from memfit.records.request import ParallelRequest, Request
 from memfit.train.step.build import build_model, build_optimizer
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
@@ -31,6 +34,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "qat": {"qat": "int8"}, "fp8": {"precision": "fp8-mixed"},
     "compiled": {"compile": "blocks", "task": {"packing": False}},
 }  # fmt: skip
+FAMILIES = ("mixtral", "llama")
 NOWHERE = ("adafactor", "fp8")  # no mesh has them (test_mesh_cells.py), so that a plan says so
 FEW = {"dpo": 2, "simpo": 2, "orpo": 2, "kto": 2, "reward": 2, "reward, LoRA": 2, "grpo": 4}
 
@@ -83,3 +87,30 @@ def test_an_open_mesh_of_more_ranks_is_one_that_the_trainer_builds(
 ) -> None:
     for rows in (64, FEW.get(technique, 1)):
         accept(ask(technique, count, rows))
+
+
+def test_experts_are_dealt_where_that_is_faster_and_fits() -> None:
+    """A mixture's on one machine; seconds are well below those of a mesh that gathers them all."""
+    changes = {"hardware.count": 8, "method": "full", "task.sequence_length": 2048}
+    free = api.read("mixtral-8x7b", device="h100-sxm", changes=changes)
+    chosen = api.plan(free, levers=False)
+    assert chosen.recipe.parallel.ep > 1
+    assert any("an even routing" in line for line in chosen.assumptions)
+    stated = api.read(
+        "mixtral-8x7b", device="h100-sxm", changes={**changes, "parallel.dp_shard": 8}
+    )
+    plain = api.plan(stated, levers=False)
+    assert chosen.time.step_seconds < 0.9 * plain.time.step_seconds
+    assert not any("an even routing" in line for line in plain.assumptions)
+
+
+def test_only_the_experts_of_a_mixture_are_dealt_and_evenly() -> None:
+    request = api.read("mixtral-8x7b", device="h100-sxm", changes={"hardware.count": 6})
+    sparse, dense = (read_model(make_recipe(name).model).architecture for name in FAMILIES)
+    assert list_dealt(request, dense) == ()
+    assert list_dealt(request, sparse) == ()  # of 4 experts, which 6 ranks do not divide
+    four = replace(request, hardware=replace(request.hardware, count=4, nodes=2))
+    found = [(p.dp_replicate, p.dp_shard, p.ep) for p in list_dealt(four, sparse)]
+    assert found == [(2, 4, 2), (2, 4, 4)]
+    stated = replace(four, parallel=ParallelRequest(dp_shard=8))
+    assert list_dealt(stated, sparse) == ()

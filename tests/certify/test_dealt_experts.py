@@ -126,6 +126,13 @@ def test_all_ranks_together_hold_each_expert_once(ep: int) -> None:
     assert held == read_model(recipe.model).parameters * 4 + buffers
 
 
+def test_no_rank_receives_more_than_all_send() -> None:
+    """So that on two ranks the usual bound holds whatever the routing."""
+    assert Parallel(dp_shard=2, ep=2).received == 2
+    assert Parallel(dp_shard=2, ep=2, ep_imbalance=3.0).received == 2
+    assert Parallel(dp_shard=8, ep=8, ep_imbalance=3.0).received == 3
+
+
 def test_a_rank_receives_what_it_sends_of_an_even_routing() -> None:
     assert count_received(64, 1.0) == 64
     assert count_received(64, 1.25) == 80

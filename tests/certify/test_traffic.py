@@ -31,8 +31,10 @@ def asked(monkeypatch):
         def called(*arguments, **named):
             if name == "all_reduce":
                 tensor, group = named.get("tensor", (arguments or (None,))[0]), named.get("group")
-            elif name == "all_gather_into_tensor":
-                tensor = named.get("output_tensor", (arguments or (None,))[0])
+            elif name == "all_to_all_single":
+                tensor, group = arguments[1], named.get("group")
+            elif collective == "all_gather":
+                tensor = named.get(whole, (arguments or (None,))[0])
                 group = named.get("group")
             else:
                 tensor, group = named.get("input"), named.get("group")
@@ -43,7 +45,11 @@ def asked(monkeypatch):
 
     record("all_gather_into_tensor", "all_gather", "output_tensor")
     record("reduce_scatter_tensor", "reduce_scatter", "input")
+    for later in ("all_gather_single", "reduce_scatter_single"):  # their names from torch 2.13 on
+        if hasattr(dist, later):
+            record(later, later.removesuffix("_single"), "output_tensor")
     record("all_reduce", "all_reduce", "tensor")
+    record("all_to_all_single", "all_to_all", "input")
     return seen
 
 
@@ -68,6 +74,33 @@ def test_a_plans_bytes_are_those_of_the_collectives_that_torch_is_asked_for(mesh
         seen = share * asked[row.collective, row.ranks]
         assert row.nbytes == pytest.approx(seen, rel=0.02), row
     assert {r.collective for r in predicted} == {c for (c, _), n in asked.items() if n > 4096}
+
+
+@pytest.mark.parametrize("recompute_blocks", [0, 3])
+def test_experts_are_gathered_among_their_own_ranks_and_tokens_sent_to_them(
+    recompute_blocks, asked
+):
+    parallel = Parallel(dp_shard=4, ep=2, ep_imbalance=1.0)
+    config = {**CONFIGS["mixtral"], "hidden_size": 128, "intermediate_size": 320}
+    recipe = make_recipe(
+        "mixtral", config=config, parallel=parallel, recompute_blocks=recompute_blocks,
+        optimizer={"implementation": "foreach", "clip_norm": 0.0},
+    )  # fmt: skip
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    predicted = describe_traffic(sum_up(model), recipe)
+    batch = make_batch(seed=0)
+    with fake_world(parallel, 0, "cpu", lambda _: None, lambda *_: None):
+        built = make_built(recipe)
+        asked.clear()
+        step(built, [batch], target_tokens=targets_of(batch))
+    found = {(row.axis, row.collective, row.ranks): row for row in predicted}
+    assert found.keys() == {
+        ("dp_shard", "all_gather", 4), ("dp_shard", "reduce_scatter", 4),
+        ("dp_shard", "all_gather", 2), ("dp_shard", "reduce_scatter", 2), ("ep", "all_to_all", 2),
+    }  # fmt: skip
+    for (_, collective, ranks), row in found.items():
+        seen = (ranks - 1) / ranks * asked[collective, ranks]
+        assert row.nbytes == pytest.approx(seen, rel=0.02), row
 
 
 def plan(**changes):

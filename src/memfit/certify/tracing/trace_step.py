@@ -388,7 +388,7 @@ def step_bounds(
         bounds.append("gloo's own copies of what it reduces are not counted")
     if recipe.parallel.ep > 1:
         bounds.append(
-            f"each rank receives {recipe.parallel.ep_imbalance:g}x the tokens of an even routing"
+            f"each rank receives {recipe.parallel.received:g}x the tokens of an even routing"
             " for its experts; training counts them"
         )
     for who, several in (("ranks that share products", "tp"), ("stages", "pp")):

@@ -142,7 +142,7 @@ def _stated_sizes(parallel: Parallel) -> Callable[..., dealt.Sizes]:
         return [rows // parallel.ep + (rank < rows % parallel.ep) for rank in range(parallel.ep)]
 
     def read_sizes(rows: int, counts: Tensor, arrived: Tensor, ranks: int) -> dealt.Sizes:
-        return split(rows), split(count_received(rows, parallel.ep_imbalance))
+        return split(rows), split(count_received(rows, parallel.received))
 
     return read_sizes
 

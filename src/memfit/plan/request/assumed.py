@@ -109,8 +109,8 @@ def _describe_routing(request: Request, recipe: Recipe) -> str:
     if own.ep == 1 or stated or not recipe.is_own:
         return ""
     return (
-        f"no rank receives over {own.ep_imbalance:g}x the tokens of an even routing for its experts"
-        " (`parallel.ep_imbalance`)"
+        f"no rank receives over {own.received:g}x the tokens of an even routing for its experts"
+        " (`parallel.ep_imbalance`); seconds are of an even one"
     )
 
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import find_objective
 from memfit.parallelism.limits import check_method
+from memfit.records.model import Architecture
 from memfit.records.recipe import Parallel
 from memfit.records.request import Request
 
@@ -78,6 +79,22 @@ def list_divided(request: Request, length: int) -> tuple[Parallel, ...]:
         if whole % pp == 0
     ]
     return tuple(mesh for mesh in (*rows, *stages) if divides(request, mesh))
+
+
+def list_dealt(request: Request, a: Architecture) -> tuple[Parallel, ...]:
+    """The meshes whose ranks are dealt a mixture's experts, within a machine or over all, where the
+    request leaves it open. Whether a recipe can have such a mesh is not checked here.
+    """
+    count, whole = a.experts.count, request.devices
+    if request.parallel != "auto" or not count:
+        return ()
+    found = (
+        Parallel(dp_replicate=whole // shards, dp_shard=shards, ep=ep)
+        for shards in dict.fromkeys((whole, request.hardware.count))
+        if count % shards == 0
+        for ep in divisors(shards)[1:]
+    )
+    return tuple(mesh for mesh in found if divides(request, mesh))
 
 
 def stated_mesh(request: Request) -> Parallel:

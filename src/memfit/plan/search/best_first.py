@@ -28,6 +28,7 @@ from memfit.plan.request.meshes import (
     check_batch,
     check_described,
     describe_mesh,
+    list_dealt,
     list_divided,
     list_meshes,
     list_shared,
@@ -172,7 +173,9 @@ def _fastest_of_meshes(start: Candidate, tried: list[Candidate]) -> Candidate | 
     request = start.problem.request
     length = start.recipe.sequence_length
     groups = [list_meshes(request), list_shared(request)]
-    divided = list_divided(request, length)
+    divided = (
+        *list_divided(request, length), *list_dealt(request, start.model.architecture),
+    )  # fmt: skip
     best: Candidate | None = None
     for meshes in groups:
         for mesh in meshes:
@@ -226,7 +229,7 @@ def _can_hold(start: Candidate) -> bool:
 def _on_mesh(start: Candidate, mesh: Parallel) -> Candidate | None:
     """The same on this mesh; None where its ranks cannot share products, rows or blocks so."""
     problem, request, a = start.problem, start.problem.request, start.model.architecture
-    if mesh.tp * mesh.cp * mesh.pp == 1 or request.parallel != "auto":
+    if mesh.tp * mesh.cp * mesh.pp * mesh.ep == 1 or request.parallel != "auto":
         return start.but(parallel=mesh)
     changes: dict[str, Any] = {"parallel": mesh}
     if mesh.tp > 1 and request.lean == "auto":
@@ -403,7 +406,7 @@ def _fastest_that_fits(
     """
     known = not start.recipe.compares and start.recipe.offload == "none"
     p = start.recipe.parallel
-    known = known and p.tp == p.cp == p.pp == 1
+    known = known and p.tp == p.cp == p.pp == p.ep == 1
     if applies(start.model) and known:  # it knows one forward a micro-batch, kept on the device
         start.estimate = Estimate(start.model, start.recipe, start.problem.device)
     combinations = list(_combinations(start))

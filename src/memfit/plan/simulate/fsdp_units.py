@@ -47,7 +47,7 @@ def _find_dealt(recipe: Recipe, rank: int) -> Dealt:
     parallel = recipe.parallel
     place = rank % parallel.dp_shard // parallel.ep
     return Dealt(
-        ranks=parallel.ep, imbalance=parallel.ep_imbalance,
+        ranks=parallel.ep, imbalance=parallel.received,
         parts=parallel.expert_shards, part=place,
     )  # fmt: skip
 

@@ -172,7 +172,7 @@ class Session:
         most: rows that this rank received for its experts over those of an even routing.
         """
         self.received = max(self.received, most)
-        allowed = self.recipe.parallel.ep_imbalance
+        allowed = self.recipe.parallel.received
         if most > allowed:
             self.warn(
                 f"rank {self.ranks.rank} received {most:.2f}x the tokens of an even routing for its"
@@ -239,7 +239,7 @@ def _counted(session: Session) -> dict[str, Any]:
         found["experts.largest_imbalance"] = _measured(
             session.received, "x",
             "the most rows that this rank received for its experts over an even routing's;"
-            f" certified for {session.recipe.parallel.ep_imbalance:g}",
+            f" certified for {session.recipe.parallel.received:g}",
         )  # fmt: skip
     return found
 
