@@ -1,5 +1,6 @@
 """Files and folders that cannot be written: every verb names the place, and none calls it a bug."""
 
+import importlib
 import json
 import os
 
@@ -35,15 +36,26 @@ def test_a_place_that_cannot_be_is_named_by_every_verb_that_writes(verb, tmp_pat
         assert not rest
 
 
-def test_training_where_no_folder_can_be_is_no_bug_of_the_process_that_certifies(tmp_path):
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.wide)])
+def test_training_where_no_folder_can_be_is_no_bug_of_the_process_that_certifies(
+    apart, tmp_path, monkeypatch, certified_here
+):
+    """In processes of its own, and in this one, which has imported what they would."""
     request = tmp_path / "request.yaml"
     (tmp_path / "text.txt").write_text("once upon a time\n\n" * 99)
     task = {"data": "text.txt", "steps": 1, "sequence_length": 32, "global_batch": 2}
     request.write_text(json.dumps({**ASKED, "task": task}))
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    done = memfit("train", request, "--folder", "link/run", "--quiet", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = ("train", request, "--folder", "link/run", "--quiet")
+    if apart:
+        done = memfit(*words, cwd=tmp_path)
+        code, told = done.returncode, done.stderr
+    else:
+        importlib.import_module("torch")  # or it would be prepared in another process
+        code, _, told = quick(*words)
     said = "error: cannot use `link/run`: No folder can be made there"
-    assert (done.returncode, done.stderr.splitlines()[0]) == (2, said)
+    assert (code, told.splitlines()[0]) == (2, said)
 
 
 def test_a_folder_without_the_right_to_write_is_named_by_the_file_that_was_meant(

@@ -106,7 +106,9 @@ def test_a_folder_takes_its_run_on_other_ranks_and_nothing_else(tmp_path):
             check_folder(tmp_path, [from_data(asked | other, Request, source="the test")])
 
 
-def test_how_a_run_goes_on_around_its_steps_may_change(tmp_path, monkeypatch, model_folder):
+def test_how_a_run_goes_on_around_its_steps_may_change(
+    tmp_path, monkeypatch, model_folder, certified_here
+):
     asked = {"model": "llama-3.1-8b", "task": {"steps": 5, "global_batch": 8}}
     write_json(tmp_path / "request.json", from_data(asked, Request, source="the test"))
     run = {"run": {"save_every": 2, "best_by": "loss", "patience": 3}}
