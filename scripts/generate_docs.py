@@ -28,6 +28,7 @@ import gpu_page
 import index_pages
 import ladder_page
 import layers_table
+import measured_rates
 import notebook_page
 import notices_page
 import numerics_page
@@ -41,6 +42,7 @@ import trust_table
 
 from memfit import records
 from memfit.accuracy import corpus, decode_errors, folklore, time_errors
+from memfit.catalog.measured_rates import FILE as RATES
 from memfit.certify.tracing.workspace import NOT_COUNTED, PRODUCTS, RULES
 from memfit.cli.app import VERBS, app
 from memfit.plan.step_time import time_range
@@ -151,6 +153,7 @@ def main() -> None:
         decode_range.FILE: records.to_json(decode_errors.decode_errors_of(decoding)) + "\n",
         time_range.FILE: records.to_json(time_errors.errors_of(times)) + "\n",
         folklore.FILE: records.to_json(list(rules)) + "\n",
+        RATES: measured_rates.write(),
         corpus.home() / "row.schema.json": json.dumps(corpus.schema(), indent=1) + "\n",
     }
     stale = [p for p, text in wanted.items() if not p.exists() or p.read_text() != text]

@@ -68,6 +68,9 @@ launch every operation 9 in 10 lie from {low:.2f} to {high:.2f} of what is predi
 copies within the memory and to the host, all_reduce, and the time from one small operation to the
 next, {operations} of which a block of memfit's own step runs. `because` of a plan names those that
 it rests on. The device should be idle meanwhile: a busy one is measured as slow as it is.
+For memfit's own step memfit has such curves of an H100 SXM itself (`make gpu`,
+`src/memfit/catalog/measured_rates.json`). Steps of other frameworks keep the constants above, which
+were fitted without.
 
 **How far off.** {rows:,} published steps of {sources} sources, one weight each: median error
 {median:.1%}, 90 % within {p90:.1%}, the worst {worst:.0%}; Kendall's tau of the order inside sweeps

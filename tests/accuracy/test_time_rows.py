@@ -3,14 +3,18 @@
 import json
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from memfit import families
 from memfit.accuracy import corpus, memory_errors
+from memfit.accuracy.time_errors import predict_seconds
 from memfit.core.errors import MemoryUnknown
 from memfit.plan.memory.declared import predict_ledger
 from memfit.plan.request.problem import find_device
+from memfit.plan.step_time import own
+from memfit.plan.step_time.time_range import find_range
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -510,3 +514,21 @@ def test_qwens_quantised_rows_lose_their_memory_and_keep_their_time():
     recipe = made.recipe
     with pytest.raises(MemoryUnknown):
         predict_ledger(recipe, families.read_model(recipe.model), find_device(recipe.device))
+
+
+def test_memfits_own_steps_are_predicted_better_by_what_was_measured_of_their_card(monkeypatch):
+    rows = [r for r in TIMED if r not in OTHERS and not find_device(r.recipe.device).is_cpu]
+    measured = [row.measurements["time.step_seconds"].value for row in rows]
+    assert len(rows) == 8
+
+    def errors():
+        return [abs(predict_seconds(r) / m - 1) for r, m in zip(rows, measured, strict=True)]
+
+    for row, seconds in zip(rows, measured, strict=True):
+        low, high, _ = find_range(predict_seconds(row), "memfit", row.recipe.device)
+        assert low <= seconds <= high, row.id
+    curves = errors()
+    monkeypatch.setattr(own, "read_measured", dict)
+    published = errors()
+    assert median(curves) < 0.09 < 0.12 < median(published)
+    assert max(curves) < max(published)

@@ -53,7 +53,8 @@ def on_cpu(recipe: Recipe) -> Recipe:
     optimizer = recipe.optimizer
     if optimizer.name == "adamw8bit":
         optimizer = replace(optimizer, implementation="loop")
-    attention = "math" if recipe.attention == "efficient" else recipe.attention
+    there = {"efficient": "math", "cudnn": "flash"}
+    attention = there.get(recipe.attention, recipe.attention)
     return replace(recipe, attention=attention, optimizer=optimizer)
 
 

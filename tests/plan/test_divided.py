@@ -88,8 +88,9 @@ def test_stages_spare_a_slow_network():
 
 
 def test_rows_are_cut_where_they_are_long_and_not_packed():
+    """Of one kernel, flash, the only one of the ring: cuDNN's is worth more than such a cut."""
     rows = {"method": "full", "hardware.count": 8, "task.global_batch": 8,
-            "task.sequence_length": 131072}  # fmt: skip
+            "task.sequence_length": 131072, "attention": "flash"}  # fmt: skip
     found = plan(api.read("llama-3.1-8b", device="h100-sxm",
                           changes={**rows, "task.packing": False}))  # fmt: skip
     assert found.recipe.parallel.cp == 8
@@ -97,6 +98,10 @@ def test_rows_are_cut_where_they_are_long_and_not_packed():
     shared = plan(api.read("llama-3.1-8b", device="h100-sxm",
                            changes={**rows, "task.packing": False, "parallel.tp": 8}))  # fmt: skip
     assert found.time.step_seconds < GAIN * shared.time.step_seconds
+    free = plan(api.read("llama-3.1-8b", device="h100-sxm",
+                         changes={**rows, "task.packing": False, "attention": "auto"}))  # fmt: skip
+    assert free.recipe.attention == "cudnn"
+    assert free.time.step_seconds < found.time.step_seconds
     packed = plan(api.read("llama-3.1-8b", device="h100-sxm", changes=rows))
     assert packed.recipe.packing  # what is learned is not changed for speed
     assert packed.recipe.parallel.cp == 1

@@ -16,8 +16,10 @@ from msgspec.structs import replace
 from memfit import families
 from memfit.accuracy.corpus import OWN, Refused, Row
 from memfit.accuracy.memory_errors import repository
+from memfit.adapters import find_adapter
 from memfit.core.errors import Error, TimeUnknown
 from memfit.plan.request.problem import find_device
+from memfit.plan.step_time.predicted_time import find_setting, sum_up
 from memfit.plan.step_time.read import Basis, Network, read_basis, read_network, read_setting
 from memfit.plan.step_time.step import predict_step
 from memfit.plan.step_time.time_range import LEAST, TimeErrors
@@ -27,7 +29,8 @@ from memfit.records.recipe import Recipe
 # sources whose times are no measurement of speed -> why
 UNTIMED = {
     "NVIDIA/Megatron-LM": "a functional test: its steps are a few milliseconds of work",
-    OWN: "a CPU: its speed is measured anew wherever a run starts",
+    OWN: "memfit's own: a CPU's speed is measured anew wherever a run starts, and a GPU's rates are"
+    " this card's",
 }
 NETWORKS = {"huggingface/nanotron": "efa-32x100"}  # its playbook measured it: links.toml
 WAYS = ("source", "framework", "device", "model", "confidence", "split")
@@ -187,11 +190,14 @@ def check_timed(row: Row) -> None:
 
 def predict_seconds(row: Row) -> float:
     """Today's prediction of a row's step; raises TimeUnknown."""
-    recipe = row.recipe
-    setting = read_setting(
-        recipe, families.read_model(recipe.model), find_device(recipe.device),
-        network=network_of(row), software=row.environment.get("framework", ""),
-    )  # fmt: skip
+    recipe, device, network = row.recipe, find_device(row.recipe.device), network_of(row)
+    model = families.read_model(recipe.model)
+    if recipe.is_own:  # as a plan says it, which knows what is frozen
+        totals = sum_up(find_adapter(recipe).adapt(model, recipe))
+        setting = find_setting(totals, recipe, device, network)
+    else:
+        software = row.environment.get("framework", "")
+        setting = read_setting(recipe, model, device, network=network, software=software)
     return float(predict_step(setting).total)
 
 

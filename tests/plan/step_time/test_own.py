@@ -3,6 +3,9 @@
 The device is a made-up calibration of an H100: figures nobody measured.
 """
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from counted import Counted
@@ -21,6 +24,9 @@ from memfit.plan.step_time.step import predict_step
 from memfit.records import from_data
 from memfit.records.hardware import Calibration, Curve
 from memfit.records.request import Request
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
+from on_gpu.rows import LANDED, read_rows
 
 POINTS = ((1e9, 5e13), (1e11, 4e14), (1e13, 7e14))
 CURVES = {
@@ -59,6 +65,10 @@ def calibrated(*curves, launch=None):
     return replace(find_device("h100-sxm"), curves=curves, calibration=made)
 
 
+def read(device, kernel="flash", own_step=True):
+    return read_own(device, "bf16", "bf16", kernel, own_step=own_step)
+
+
 def parts(device, recipe=OWN):
     return predict_step(read_setting(recipe, MODEL, device))._asdict()
 
@@ -74,13 +84,32 @@ def test_a_curve_changes_the_spans_that_rest_on_it_and_no_other(what):
 
 
 def test_only_a_calibrated_row_has_curves_of_its_own():
-    listed = replace(find_device("h100-sxm"), curves=tuple(CURVES.values()))
-    assert read_own(listed, "bf16", "bf16", "flash") == Own()
+    listed = replace(find_device("a100-sxm-80gb"), curves=tuple(CURVES.values()))
+    assert read(listed) == Own()
     assert describe(Own()) == ""
-    own = read_own(calibrated(*CURVES.values(), launch=1e-6), "bf16", "bf16", "flash")
+    own = read(calibrated(*CURVES.values(), launch=1e-6))
+    assert own.by == "your own measurement"
     assert describe(own) == "products, attention, memory, launches, all_reduce"
     assert own.attention == POINTS
-    assert read_own(calibrated(*CURVES.values()), "bf16", "bf16", "math").attention == ()
+    assert read(calibrated(*CURVES.values()), kernel="math").attention == ()
+
+
+def test_memfits_own_step_takes_what_memfit_measured_of_a_card():
+    """Not another framework's, whose constants were fitted without, nor the user's own row."""
+    h100 = find_device("h100-sxm")
+    own = read(h100, kernel="cudnn")
+    rows = [r for r in read_rows(LANDED).values() if r["slice"] == "rates"]
+    curves = {(c["work"], c["dtype"], c["kernel"]): c["points"] for r in rows for c in r["curves"]}
+    assert [list(p) for p in own.attention] == curves["attention", "bf16", "cudnn"]
+    assert [list(p) for p in own.products] == curves["matmul", "bf16", ""]
+    assert own.memory == curves["memory", "", ""][-1][1]
+    assert own.launch == next(r["launch_seconds"] for r in rows if "launch_seconds" in r)
+    assert "memfit's measurement" in own.by
+    assert read(h100, own_step=False) == read(replace(h100, own="devices.toml")) == Own()
+    assert read(h100.with_context(1)) == read(h100)
+    assert parts(h100) != parts(calibrated())
+    titan = replace(OWN, framework="torchtitan")
+    assert parts(h100, titan) == parts(calibrated(), titan)
 
 
 def test_another_frameworks_launches_stay_as_fitted():
@@ -101,7 +130,7 @@ def test_a_rate_is_read_off_between_two_points_and_held_beyond_the_ends():
 
 def test_links_give_what_the_largest_all_reduce_reached():
     setting = read_setting(OWN, MODEL, calibrated())
-    own = read_own(calibrated(CURVES["reduced"]), "bf16", "bf16", "flash")
+    own = read(calibrated(CURVES["reduced"]))
     scaled = scale_links(setting.machine.links, own)
     ring = 1e9 * bus_factor("all_reduce", 8) / 2e11
     found = collective_seconds("all_reduce", 1e9, Group(8, 8), scaled)

@@ -1,4 +1,7 @@
-"""The user's own measurement in the clock: curves of `memfit calibrate` before anybody's constants.
+"""A measurement of the card in the clock: curves of `memfit calibrate` before anybody's constants.
+
+They are the user's, or for memfit's own step those that memfit measured of such a card itself
+(`catalog/measured_rates.json`).
 
 A product's or an attention's rate is read off its curve at the FLOP of one call, between two points
 in proportion to the logarithm of the size; beyond the ends the end holds. A curve that lies higher
@@ -11,6 +14,7 @@ from itertools import pairwise
 from math import log
 from typing import NamedTuple
 
+from memfit.catalog.measured_rates import MeasuredRates, read_measured
 from memfit.plan.step_time.arrays import Number
 from memfit.plan.step_time.communication.collectives import (
     Group,
@@ -28,7 +32,7 @@ NAMES = {"products": "products", "attention": "attention", "memory": "memory",
 
 
 class Own(NamedTuple):
-    """What the user measured of a device; what is empty or 0 nobody did."""
+    """What was measured of a device; what is empty or 0 nobody did."""
 
     products: Points = ()  # (FLOP of one product, FLOP/s) in the blocks' precision
     wide: Points = ()  # the same of the head's
@@ -38,33 +42,41 @@ class Own(NamedTuple):
     launch: float = 0.0  # s from one small operation to the next
     reduced: Points = ()  # (bytes, bus bandwidth) of an all_reduce
     devices: int = 1  # that took part in it
+    by: str = ""  # who measured, in words
+    decoding: float = 0.0  # as `launch`, of a decoding step: where the user measured it
 
 
-def read_own(device: Device, dtype: str, wide: str, kernel: str) -> Own:
-    """The curves of a calibrated device; an empty Own of any other."""
-    made = device.calibration
-    if made is None:
+def read_own(device: Device, dtype: str, wide: str, kernel: str, *, own_step: bool) -> Own:
+    """The curves of a calibrated device, or memfit's of such a card; an empty Own of any other.
+
+    own_step: whether memfit's own step runs, for which its curves are. Decoding keeps the launches
+    that were fitted to published rates of such cards, beside which memfit's are too fast.
+    """
+    made, devices, decoding, by = device.calibration, 1, 0.0, "your own measurement"
+    if made is not None and made.date:
+        found = MeasuredRates(source="", curves=device.curves, launch_seconds=made.launch_seconds)
+        devices, decoding = made.devices, made.launch_seconds or 0.0
+    elif own_step and not device.own and device.id in read_measured():
+        found = read_measured()[device.id]
+        by = f"memfit's measurement ({found.source})"
+    else:
         return Own()
-    copies = [_points(device, way) for way in ("to_device", "to_host")]
-    memory = _points(device, "memory")
+    curves = {(c.work, c.dtype, c.kernel): c.points for c in found.curves}
+    copies = [curves.get((way, "", "")) for way in ("to_device", "to_host")]
+    memory = curves.get(("memory", "", ""))
     return Own(
-        products=_points(device, "matmul", dtype), wide=_points(device, "matmul", wide),
-        attention=_points(device, "attention", wide, kernel),
+        products=curves.get(("matmul", dtype, ""), ()), wide=curves.get(("matmul", wide, ""), ()),
+        attention=curves.get(("attention", wide, kernel), ()),
         memory=memory[-1][1] if memory else 0.0,
-        host=min(copy[-1][1] for copy in copies) if all(copies) else 0.0,
-        launch=made.launch_seconds or 0.0, reduced=_points(device, "all_reduce"),
-        devices=made.devices,
+        host=min(copy[-1][1] for copy in copies if copy) if all(copies) else 0.0,
+        launch=found.launch_seconds or 0.0, reduced=curves.get(("all_reduce", "", ""), ()),
+        devices=devices, by=by, decoding=decoding,
     )  # fmt: skip
 
 
 def describe(own: Own) -> str:
-    """Which of the clock's figures are the user's own, in words; "" where none is."""
+    """Which of the clock's figures were measured so, in words; "" where none was."""
     return ", ".join(name for field, name in NAMES.items() if getattr(own, field))
-
-
-def _points(device: Device, work: str, dtype: str = "", kernel: str = "") -> Points:
-    found = device.curve(work, dtype, kernel)
-    return found.points if found else ()
 
 
 def rate_at(points: Points, size: Number) -> Number:

@@ -406,7 +406,7 @@ def _because(totals: Totals, recipe: Recipe, device: Device) -> str:
     own, basis = describe(setting.machine.own), read_basis(recipe)
     rest = explain(device, basis.stack, basis.narrow, basis.kernel)
     if own:
-        rest = f"{own} by your own measurement; what else there is: {rest}"
+        rest = f"{own} by {setting.machine.own.by}; what else there is: {rest}"
     return f"{rest}; the device's speed by {device.basis}{_slower_than_whole(setting, recipe)}"
 
 

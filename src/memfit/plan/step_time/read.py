@@ -365,8 +365,9 @@ def read_machine(device: Device, recipe: Recipe, basis: Basis, network: Network)
         )
     # varlen is flash's kernel, told where documents begin
     curve = "flash" if recipe.attention == "varlen" else recipe.attention
-    own = read_own(device, dtype, wide, curve)
-    if not find_framework(recipe.framework).time.measured_launches:  # as was fitted
+    own_step = find_framework(recipe.framework).time.measured_launches
+    own = read_own(device, dtype, wide, curve, own_step=own_step)
+    if not own_step:  # as was fitted
         own = own._replace(launch=0.0)
     return Machine(
         products=_ceiling(device, dtype), wide_products=_ceiling(device, wide), wide_peak=peak,

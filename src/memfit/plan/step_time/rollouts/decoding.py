@@ -109,7 +109,7 @@ def time_step(decoding: Decoding, columns: int) -> Step:
         cache=cached / reading,
         around=blocks * between + SAMPLING * rows * shape.vocab / bandwidth,
         kernels=operations * KERNEL,
-        host=operations * (machine.own.launch or rates.host.launch / WHOLE)
+        host=operations * (machine.own.decoding or rates.host.launch / WHOLE)
         + blocks * (1 - shape.plain) * rates.host.expert_launch / 3,
         waiting=EACH_ROW * rows,
     )
