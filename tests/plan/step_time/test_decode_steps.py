@@ -104,7 +104,7 @@ def test_a_step_reads_every_weight_of_blocks_and_head_once():
         if p.dim() == 2 and "embed" not in name
     }  # fmt: skip
     made = make(recipe)
-    seconds = 2 * sum(matrices.values()) / (H100.bandwidth * decoding.READING)
+    seconds = 2 * sum(matrices.values()) / (made.setting.machine.memory * decoding.READING)
     assert time_step(made, 8).weights == pytest.approx(seconds, rel=1e-6)
     copied = make(tiny(precision="bf16-mixed"))  # fp32 read, 16 bits written and read
     assert time_step(copied, 8).weights == pytest.approx(4 * seconds, rel=1e-6)
@@ -117,7 +117,7 @@ def test_a_step_reads_what_the_slots_hold_of_rows_in_flight(family):
     shape, tokens = made.setting.shape, 24
     layers = layer_caches(made.architecture)
     slots = Slots(layers, 3, tokens, 0, torch.bfloat16, torch.device("cpu"))
-    read = time_step(made, tokens).cache * H100.bandwidth * decoding.READING
+    read = time_step(made, tokens).cache * made.setting.machine.memory * decoding.READING
     reached = sum(layer.columns(tokens) for layer in layers)
     scores = decoding.SCORE * 3 * shape.heads * reached
     expanded = 0.0
@@ -129,11 +129,12 @@ def test_a_step_reads_what_the_slots_hold_of_rows_in_flight(family):
 
 def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_visit():
     recipe = tiny("mixtral", precision="bf16")
-    shape = make(recipe).setting.shape
+    made = make(recipe)
+    shape = made.setting.shape
     share = shape.per_token / shape.experts
     one, all_ = (time_step(make(recipe, rows=n), 8).weights for n in (1, 1000))
     experts = shape.layers * decoding.work.expert_weights(shape)
-    moved = 2 * (1 - share) * experts / (H100.bandwidth * decoding.READING)
+    moved = 2 * (1 - share) * experts / (made.setting.machine.memory * decoding.READING)
     assert all_ - one == pytest.approx(moved, rel=1e-3)
 
 
