@@ -1,6 +1,7 @@
 """Explore, timeline, runs, export and budget in a real browser, and the report of a real run."""
 
 import json
+import shutil
 from contextlib import chdir
 from itertools import pairwise
 from urllib.parse import quote, urlencode
@@ -300,3 +301,29 @@ def test_a_pasted_config_is_the_request_with_it(server):
     keys = (("model", json.dumps(TINY)), ("task.steps", "3"), ("limits.memory", "1 GiB"))
     stated = {"model": TINY, "task": {"steps": 3}, "limits": {"memory": "1 GiB"}}
     assert read_query(keys) == from_data(stated, Request, source="a test")
+
+
+def test_a_run_that_samples_shows_rewards_and_answers_and_why_it_ended(browser, server, run):
+    """The real run's files with what a sampled run has beside: the page draws what rows hold."""
+    folder = server.runs / "sampled"
+    shutil.copytree(run, folder)
+    made = json.loads((folder / "run.json").read_text())
+    answer = {"step": 2, "prompt": "2+1=", "completion": "3\n<b>", "reward": 0.5}
+    made |= {"ended_early": "`own.py:stop` asked for it", "answers": [answer]}
+    (folder / "run.json").write_text(json.dumps(made))
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    lines = [json.dumps(row | {"reward": row["step"] / 8, "kl": None}) for row in rows]
+    (folder / "log.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    try:
+        with opened(browser, server, "run?_runs=sampled") as page:
+            page.wait_for_selector("[aria-label='Sampled answers'] td")
+            assert ", finished early: `own.py:stop` asked for it" in page.text_content(".headline")
+            assert "5 of 5, ended early" in page.text_content("[aria-label=Runs]")
+            said = page.locator("[aria-label='Sampled answers'] td").all_text_contents()
+            assert said == ["2", "2+1=", "3\n<b>", "0.5"]
+            charts = page.locator("figure.chart h3").all_text_contents()
+            assert "Mean reward of sampled answers" in charts
+            assert not any("Divergence" in title for title in charts)  # nobody knows it
+            check_look(page, "a sampled run")
+    finally:
+        shutil.rmtree(folder)

@@ -6,7 +6,7 @@ import { Card, Figure, Name, Reconnecting, Table, Verdict } from "./parts";
 import { usePolling } from "./poll";
 import * as show from "./show";
 import type { Keys } from "./state";
-import type { Comparison, LogRow, RunRow, RunView, Words } from "./types";
+import type { Answered, Comparison, LogRow, RunRow, RunView, Words } from "./types";
 
 const EVERY = 2000; // ms between two looks at a run that goes on
 const NEW = 4000; // and at the list, in which new runs appear
@@ -47,12 +47,12 @@ export function RunScreen({ keys, set, words }: { keys: Keys; set: (keys: Keys) 
             </label>
           ) },
           { head: "what", cell: (row) => (row.because ? <span class="does_not_fit">{row.because}</span> : row.title) },
-          { head: "steps", number: true, cell: (row) => `${row.steps_done} of ${row.steps}${row.finished ? "" : ", going or stopped"}` },
+          { head: "steps", number: true, cell: (row) => `${row.steps_done} of ${row.steps}${howFar(row)}` },
           { head: "predicted", number: true, cell: (row) => show.quantity(row.predicted, "bytes") },
           { head: "certified", number: true, cell: (row) => show.quantity(row.certified, "bytes") },
           { head: "measured", number: true, cell: (row) => show.quantity(row.measured, "bytes") },
           { head: "tokens/s", number: true, cell: (row) => show.quantity(row.measured_rate, "") },
-          { head: "loss", number: true, cell: (row) => (row.loss == null ? "-" : row.loss.toFixed(3)) },
+          { head: "loss", number: true, cell: (row) => (row.loss == null ? "-" : digits(row.loss)) },
         ]} />
       </Card>
       {chosen.length === 0 && <p role="status" class="soft">Tick one run to see it, several to compare them.</p>}
@@ -60,6 +60,18 @@ export function RunScreen({ keys, set, words }: { keys: Keys; set: (keys: Keys) 
     </div>
   );
 }
+
+const digits = (n: number): string => String(Number(n.toPrecision(4)));
+
+// What only some steps tell, each drawn where two of them do.
+const LEARNED: { key: keyof LogRow; title: string; say: (n: number) => string }[] = [
+  { key: "evaluation_loss", title: "Loss of held-out data", say: digits },
+  { key: "reward", title: "Mean reward of sampled answers", say: digits },
+  { key: "evaluation_reward", title: "Mean reward of held-out prompts", say: digits },
+  { key: "kl", title: "Divergence from the reference, nats a token", say: digits },
+  { key: "length", title: "Mean length of answers, tokens", say: digits },
+  { key: "reward_accuracy", title: "Share of pairs in which the preferred answer is likelier", say: digits },
+];
 
 // Names in one key of the address, parted by commas, each coded so that it may have commas itself.
 function readNames(text: string): string[] {
@@ -115,8 +127,13 @@ function Followed({ names, words }: { names: string[]; words: Words }) {
           marks={found.length === 1 ? limits(one) : []} />
         <Lines title="Tokens a second" zero say={show.whole} lines={lines((row) => row.tokens_per_second)}
           marks={found.length === 1 ? rate(one) : []} />
-        <Lines title="Loss" say={(n) => n.toFixed(3)} lines={lines((row) => row.loss)} />
+        <Lines title="Loss" say={digits} lines={lines((row) => row.loss)} />
+        {LEARNED.map(({ key, title, say }) => {
+          const drawn = lines((row) => row[key]).filter((line) => line.points.length > 1);
+          return drawn.length > 0 && <Lines title={title} say={say} lines={drawn} />;
+        })}
       </Card>
+      {found.length === 1 && <Answers rows={one.view.report.run?.answers ?? []} />}
       {found.map((name) => <Compared name={name} rows={runs[name]!.view.report.comparisons} />)}
     </>
   );
@@ -156,19 +173,38 @@ function Distance({ name, run, words }: { name: string; run: Followed; words: Wo
         <Verdict memory={memory} words={words} />
         <span>
           {name}: step {last?.step ?? report.run?.steps_done ?? 0} of {report.plan.recipe.steps}
-          {report.run?.finished ? ", finished" : ""}
+          {report.run?.finished ? `, finished${early(report.run.ended_early)}` : ""}
         </span>
       </p>
       <div class="figures">
         <Figure value={measured == null ? "not measured" : show.bytes(measured)} what="measured" />
         <Figure value={show.bytes(memory.usable)} what="may be used" />
         <Figure value={left == null ? "unknown" : `${show.bytes(Math.abs(left))} ${left < 0 ? "too much" : "left"}`} what="distance to the limit" />
-        <Figure value={last?.loss == null ? "-" : last.loss.toFixed(3)} what="loss" />
+        <Figure value={last?.loss == null ? "-" : digits(last.loss)} what="loss" />
       </div>
       {(report.run?.warnings.length ?? 0) > 0 && (
         <Card title="Warnings"><ul>{report.run!.warnings.map((line) => <li>{line}</li>)}</ul></Card>
       )}
     </>
+  );
+}
+
+const howFar = (row: RunRow): string =>
+  row.finished ? (row.ended_early ? ", ended early" : "") : ", going or stopped";
+
+const early = (why: string): string => (why ? ` early: ${why}` : "");
+
+function Answers({ rows }: { rows: Answered[] }) {
+  if (!rows.length) return null;
+  return (
+    <Card title="Sampled answers">
+      <Table label="Sampled answers" rows={rows} columns={[
+        { head: "step", number: true, cell: (row) => String(row.step) },
+        { head: "prompt", cell: (row) => <span class="said">{row.prompt}</span> },
+        { head: "answer", cell: (row) => <span class="said">{row.completion}</span> },
+        { head: "reward", number: true, cell: (row) => (row.reward == null ? "-" : digits(row.reward)) },
+      ]} />
+    </Card>
   );
 }
 

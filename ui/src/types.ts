@@ -149,6 +149,7 @@ export interface RunRow {
   steps: number;
   steps_done: number;
   finished: boolean;
+  ended_early: string;
   predicted: number | null;
   certified: number | null;
   measured: number | null;
@@ -173,11 +174,25 @@ export interface Report {
   comparisons: Comparison[];
   plan: Plan;
   certificate: Certificate | null;
-  run: { steps_done: number; finished: boolean; warnings: string[] } | null;
+  run: {
+    steps_done: number;
+    finished: boolean;
+    warnings: string[];
+    ended_early: string;
+    answers: Answered[];
+  } | null;
 }
+// one sampled answer of a run, with what it was worth
+export interface Answered { step: number; prompt: string; completion: string; reward: number | null }
 export interface LogRow {
   step: number;
   loss: number;
+  evaluation_loss?: number | null;
+  reward?: number | null;
+  evaluation_reward?: number | null;
+  kl?: number | null;
+  length?: number | null;
+  reward_accuracy?: number | null;
   tokens_per_second?: number;
   memory_peak_allocated?: number | null;
 }

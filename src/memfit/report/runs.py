@@ -24,6 +24,7 @@ class RunRow(Record, frozen=True, kw_only=True):
     steps: int  # asked for
     steps_done: int
     finished: bool
+    ended_early: str  # why, where it ended before its last step; "" where it did not
     predicted: float | None  # peak_allocated, bytes
     certified: float | None
     measured: float | None
@@ -56,7 +57,7 @@ def _row(root: Path, folder: Path) -> RunRow:
     except Error as error:
         return RunRow(
             name=name, title=name, recipe_digest="", verdict="unproven", steps=0, steps_done=0,
-            finished=False, predicted=None, certified=None, measured=None, usable=None,
+            finished=False, ended_early="", predicted=None, certified=None, measured=None, usable=None,
             predicted_rate=None, measured_rate=None, loss=None, because=error.message,
         )  # fmt: skip
     run = report.run
@@ -71,6 +72,7 @@ def _row(root: Path, folder: Path) -> RunRow:
         steps=report.plan.recipe.steps,
         steps_done=run.steps_done if run else 0,
         finished=bool(run and run.finished),
+        ended_early=run.ended_early if run else "",
         predicted=peak.predicted if peak else None,
         certified=peak.certified if peak else None,
         measured=peak.measured if peak else None,
