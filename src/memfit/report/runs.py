@@ -57,8 +57,8 @@ def _row(root: Path, folder: Path) -> RunRow:
     except Error as error:
         return RunRow(
             name=name, title=name, recipe_digest="", verdict="unproven", steps=0, steps_done=0,
-            finished=False, ended_early="", predicted=None, certified=None, measured=None, usable=None,
-            predicted_rate=None, measured_rate=None, loss=None, because=error.message,
+            finished=False, ended_early="", predicted=None, certified=None, measured=None,
+            usable=None, predicted_rate=None, measured_rate=None, loss=None, because=error.message,
         )  # fmt: skip
     run = report.run
     figures = {c.name: c for c in report.comparisons}
