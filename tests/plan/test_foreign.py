@@ -137,7 +137,7 @@ def test_a_recipe_of_another_framework_cannot_be_built():
         ({"base_format": "int4"}, "`base_format: int4` is not in memfit's own step"),
         ({"compile": "model"}, "`compile: model`"),
         ({"options": {"a": 1}}, "no `options`"),
-        ({"parallel": {"ep": 2}}, "`parallel.ep: 2`"),
+        ({"parallel": {"zero": 2}}, "`parallel.zero: 2`"),
     ],
 )
 def test_memfits_own_step_refuses_what_only_others_have(changes, said):

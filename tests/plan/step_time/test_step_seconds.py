@@ -80,10 +80,13 @@ def test_a_rank_s_share_of_a_sparse_block_by_hand():
     attention = 4096 * (4096 + 2 * 1024) + 4096 * 4096
     plain = attention + 0.25 * 3 * 4096 * 14336 + 0.75 * 3 * 4096 * 2048
     experts = 0.75 * 3 * 64 * 4096 * 1024
-    cut = change(LAYOUT, tp=2.0, ep=4.0, dp=16.0, pp=8.0)
+    cut = change(LAYOUT, tp=2.0, ep=4.0, dp=16.0, shard=16.0, pp=8.0)
     assert work.gathered_elements(SPARSE, cut) == plain / 2 + experts / 4
     # ep over all ranks: each has its experts alone, and gathers none
     assert work.gathered_elements(SPARSE, change(cut, ep=32.0)) == plain / 2
+    # and so has each of two copies of the model
+    copies = change(cut, tp=1.0, ep=8.0, dp=16.0, shard=8.0)
+    assert work.gathered_elements(SPARSE, copies) == plain
     updated, own = work.own_weights(SPARSE, cut)
     assert updated == (32 * plain + 2 * 128256 * 4096) / 2 / 8
     assert own == 32 * experts / 4 / 8
