@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -138,7 +138,9 @@ class _Loop:
     def run(self) -> list[Completion]:
         """All answers."""
         model = self.caller.model
-        with torch.no_grad(), _evaluating(model), quick_products(model):
+        # gathered weights keep torch's: what they are at this point says nothing of each call
+        products = nullcontext() if self.caller.together else quick_products(model)
+        with torch.no_grad(), _evaluating(model), products:
             while self.waiting or self.rows:
                 self.observer.enter(Phase.PREFILL)
                 while self.waiting and len(self.rows) < self.width:

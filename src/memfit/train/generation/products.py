@@ -2,7 +2,8 @@
 
 MKL is slow on processors that are not Intel's, above all with the few rows of a decoding step.
 oneDNN reads the same weights as they lie, and torch holds no other tensors for it; docs/LOG.md has
-the figures. For 16-bit weights torch asks oneDNN itself, and nothing changes on other devices.
+the figures. For 16-bit weights torch asks oneDNN itself; nothing changes on other devices, nor on
+ranks, which gather weights for each call.
 """
 
 from __future__ import annotations
