@@ -290,6 +290,7 @@ def test_levers_turn_the_keys_of_a_rollout():
     assert "changes what is learned" not in by_key[("rollout.rows",)].because
 
 
+@pytest.mark.ways_out
 def test_activations_on_the_host_are_chosen_offered_and_timed():
     """Where an update is what needs the most: by `auto`, as a lever, and with their seconds."""
     stated = {
