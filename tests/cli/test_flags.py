@@ -238,3 +238,16 @@ def test_solve_takes_model_and_field_in_either_order_and_says_what_would_fit():
     assert "sequence_length" in err
     assert "Ways out at sequence length 128" in out
     assert "--memory '3 GiB'" in out
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shards"),
+    [({"tp": 2}, 4), ({"ep": 8}, 8), ({"pp": 2, "cp": 2}, 2), ({"dp_replicate": 8}, 1),
+     ({"tp": 8}, 1), ({"tp": 3}, 1), ({"tp": 2, "dp_shard": 2, "dp_replicate": 2}, 2)],
+)  # fmt: skip
+def test_the_devices_that_the_axes_named_leave_are_shards(mesh, shards):
+    changes = {f"parallel.{axis}": n for axis, n in mesh.items()}
+    assert read({"device": "8xh100-sxm"}, changes).parallel.dp_shard == shards
+    if "dp_shard" not in mesh:
+        other = read({"device": "8xh100-sxm", "framework": "megatron"}, changes)
+        assert other.parallel.dp_shard == 1

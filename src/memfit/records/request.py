@@ -217,7 +217,7 @@ class RecomputeBlocks(Record, frozen=True, kw_only=True):
 
 
 class ParallelRequest(Record, frozen=True, kw_only=True):
-    """Axes of the device mesh; what is not named is 1."""
+    """Axes of the device mesh; what is not named is 1, or of memfit's own step shards the rest."""
 
     dp_replicate: Positive = 1
     dp_shard: Positive = 1

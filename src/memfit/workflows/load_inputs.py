@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import read_json_file
 from memfit.records import from_data
+from memfit.records.recipe import OWN_STEP
 from memfit.records.request import Request, read_yaml
 from memfit.records.request import change as change
 from memfit.records.request import put as put
 from memfit.records.results import Certificate
 
 OPTIONS = "the options"
+OWN = ("auto", OWN_STEP)  # of `framework`
 SCHEMA = 1  # of certificates that this memfit reads
 # a key that only this file of a run folder has, the most telling first
 TELLING = {
@@ -56,7 +59,7 @@ def put_all(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 def read_data(data: Mapping[str, Any], *, source: str = "") -> Request:
     """Return the request of a request.yaml's content; source: its name in errors."""
-    return from_data(place_devices(data), Request, source=source or OPTIONS)
+    return from_data(fill_mesh(place_devices(data)), Request, source=source or OPTIONS)
 
 
 def place_devices(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -91,6 +94,22 @@ def place_devices(data: Mapping[str, Any]) -> Mapping[str, Any]:
                 f" `hardware.{key}`, or leave that key out",
             )
     return {**data, "hardware": {**hardware, "device": written.name, **placed}}
+
+
+def fill_mesh(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The data with `parallel.dp_shard` of all devices that other axes leave, where neither it nor
+    `dp_replicate` is named: `parallel.tp: 2` on 8 devices are 4 shards. Of memfit's own step."""
+    mesh, hardware = data.get("parallel"), data.get("hardware")
+    if not isinstance(mesh, Mapping) or not isinstance(hardware, Mapping):
+        return data
+    if "dp_shard" in mesh or "dp_replicate" in mesh or data.get("framework", "auto") not in OWN:
+        return data
+    ranks = [mesh.get(axis, 1) for axis in ("tp", "cp", "pp")]
+    devices = [hardware.get(key, 1) for key in ("count", "nodes")]
+    if not all(type(n) is int and n > 0 for n in (*ranks, *devices)):
+        return data  # which the request's reader refuses
+    left, rest = divmod(math.prod(devices), math.prod(ranks))
+    return data if rest or left < 2 else {**data, "parallel": {**mesh, "dp_shard": left}}
 
 
 def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
