@@ -15,7 +15,7 @@ from memfit.plan.request.meshes import divisors
 from memfit.plan.request.problem import CHUNKS, read_problem
 from memfit.plan.search.candidate import Candidate
 from memfit.plan.search.explained import describe
-from memfit.plan.search.search import predict, search
+from memfit.plan.search.search import predict, search, search_briefly
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase
 from memfit.records.request import Request
@@ -284,3 +284,23 @@ def test_a_lever_is_shown_with_what_it_changes_at_the_peak_alone():
     (foreach,) = [c for c in plan.levers if c.changes == {"optimizer.implementation": "foreach"}]
     adapters = 32 * 2 * 2  # A and B of two projections of each block
     assert plan.memory.peak_allocated - foreach.peak_allocated == adapters * 512
+
+
+def test_the_smallest_is_tried_where_no_estimate_says_that_anything_fits(monkeypatch):
+    """But for what is too large by what is always there, which no prediction makes smaller."""
+    monkeypatch.setattr(Candidate, "likely", property(lambda _: False))
+    monkeypatch.setattr(Candidate, "may_fit", lambda *_: False)
+    asked = []
+    hopeless = Candidate.is_hopeless.fget
+    monkeypatch.setattr(
+        Candidate, "is_hopeless", property(lambda own: asked.append(own) or hopeless(own))
+    )
+    verdicts = {}
+    for memory in ("16 GiB", "1 GiB"):
+        changes = {"method": "full", "limits.memory": memory}
+        problem = read_problem(api.read("smollm2-135m", device="h100-sxm", changes=changes))
+        asked.clear()
+        verdicts[memory] = search_briefly(problem).plan.memory.verdict
+        assert asked
+        assert not any(own.fits for own in asked if hopeless(own))
+    assert verdicts == {"16 GiB": "fits", "1 GiB": "does_not_fit"}
