@@ -70,7 +70,9 @@ def fill(model: torch.nn.Module, recipe: Recipe) -> None:
             if id(weight) in stored:
                 continue
             random = torch.Generator().manual_seed(crc32(name.encode()))
-            whole = 0.05 * torch.randn(weight.shape, generator=random)
+            # or what experts make, and their gradients, would be too small to be compared
+            scale = 0.25 if ".experts." in name else 0.05
+            whole = scale * torch.randn(weight.shape, generator=random)
             mine = part_of(name, whole, recipe.parallel, rank)
             local = weight.to_local() if hasattr(weight, "to_local") else weight
             local.copy_(mine)
