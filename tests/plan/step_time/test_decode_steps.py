@@ -14,6 +14,7 @@ from memfit.plan.step_time.predicted_time import find_setting, sum_up
 from memfit.plan.step_time.rollouts import decoding
 from memfit.plan.step_time.rollouts.decoding import Decoding, count_operations, time_step
 from memfit.records.recipe import Lora
+from memfit.train.generation import products
 from memfit.train.generation.loop import generate_batch
 from memfit.train.generation.settings import Settings
 from memfit.train.generation.slots import Slots
@@ -69,7 +70,8 @@ def adapted(targets, precision="bf16-mixed", base_format="bf16"):
     )  # fmt: skip
 
 
-def test_operations_of_a_step_are_torchs_count_of_memfits_own_loop():
+def test_operations_of_a_step_are_torchs_count_of_memfits_own_loop(monkeypatch):
+    monkeypatch.setattr(products, "_is_available", lambda: False)  # a CPU's; a GPU launches linear
     for recipe in (
         tiny(precision="fp32"), tiny(precision="bf16"), tiny(precision="bf16-mixed"),
         adapted(FEW), adapted(ALL), adapted(ALL, precision="bf16"),
