@@ -144,7 +144,7 @@ def test_a_rank_receives_what_it_sends_of_an_even_routing() -> None:
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
-        (make("llama"), "`parallel.ep: 2` deals experts to ranks, and `llama` has none"),
+        (make("llama"), "`parallel.ep: 2` divides experts among ranks, and `llama` has none"),
         (make(parallel=Parallel(dp_shard=4, ep=3)), "does not divide `parallel.dp_shard: 4`"),
         (make(parallel=Parallel(dp_shard=8, ep=2)), "does not divide the 4 experts of `mixtral`"),
         (
@@ -153,7 +153,7 @@ def test_a_rank_receives_what_it_sends_of_an_even_routing() -> None:
         ),
         (
             make(parallel=Parallel(dp_shard=2, ep=2, cp=2)),
-            "`parallel.cp: 2` is not built beside experts that are dealt",
+            "`parallel.cp: 2` is not built beside expert parallelism",
         ),
         (make(offload="parameters"), "`offload: parameters` is not built for such ranks"),
     ],
@@ -164,7 +164,7 @@ def test_what_is_not_built_is_refused_by_name(recipe: Recipe, reason: str) -> No
 
 def test_no_shared_expert_stands_beside_dealt_ones_in_a_selective_recomputation() -> None:
     """Its backward would gather them in the recomputation, which the forward did not do."""
-    with pytest.raises(InvalidRequest, match="dealt experts would be gathered again"):
+    with pytest.raises(InvalidRequest, match="would be gathered again"):
         build_model(make("glm4_moe", selective_blocks=1), "meta")
 
 

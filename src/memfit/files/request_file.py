@@ -174,7 +174,7 @@ KEYS = {
     "parallel.cp": "devices that share the tokens of a sequence",
     "parallel.pp": "devices that hold the blocks one after the other",
     "parallel.virtual_pp": "pieces of the model that one pp device holds",
-    "parallel.ep": "devices among which a mixture's experts are dealt, of those of dp_shard",
+    "parallel.ep": "expert parallelism: devices of dp_shard that divide a mixture's experts",
     "parallel.ep_imbalance": "tokens that a device may receive for its experts, over an even share",
     "allocator": "settings of the CUDA allocator as in PYTORCH_ALLOC_CONF; empty: its defaults",
     "hardware": "on what to train",

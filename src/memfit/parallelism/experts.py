@@ -49,7 +49,7 @@ def why_no_dealt_experts(recipe: Recipe, name: str, a: Architecture) -> tuple[st
         return None
     if not count:
         return (
-            f"`parallel.ep: {ep}` deals experts to ranks, and `{name}` has none",
+            f"`parallel.ep: {ep}` divides experts among ranks, and `{name}` has none",
             f"leave `parallel.ep` out, or use {OTHERWISE}",
         )
     for found, instead in _refused(recipe):
@@ -81,7 +81,7 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for axis in ("tp", "cp", "pp"):
         if (ranks := getattr(parallel, axis)) > 1:
             yield (
-                f"`parallel.{axis}: {ranks}` is not built beside experts that are dealt",
+                f"`parallel.{axis}: {ranks}` is not built beside expert parallelism",
                 f"use `parallel.{axis}: 1`, or {OTHERWISE}",
             )
     if recipe.offload != "none":
