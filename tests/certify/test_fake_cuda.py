@@ -250,9 +250,10 @@ def test_workspace_rules_count_what_the_sources_allocate() -> None:
     expanded = 2 * (2 * 8 * 100 * 80) * 2
     assert nbytes(flash, by_token, query, key, key, by_token) == inside + expanded
     embedding = "embedding_dense_backward"
-    assert nbytes(embedding, tensor(3072, 64), tensor(3072, dtype=torch.int64)) == 0
-    found = nbytes(embedding, tensor(3073, 64), tensor(3073, dtype=torch.int64))
-    assert found == 3073 * (64 * 4 + 6 * 8)
+    assert nbytes(embedding, tensor(3072, 64), tensor(3072, dtype=torch.int64), 1000) == 0
+    found = nbytes(embedding, tensor(3073, 64), tensor(3073, dtype=torch.int64), 1000)
+    sums = 307 + 1000  # one for every 10 of 3073 indices, one for each of 1000 rows
+    assert found == sums * 64 * 4 + (3 * 3073 + 2 * 1000 + sums) * 8 + 2 * 512
     efficient = "_scaled_dot_product_efficient_attention_backward"
     tile = 128 * 128 * 4 + 16  # one for 100 tokens and 80 elements
     assert nbytes(efficient, query, query, query, query) == 2 * 8 * (100 * 4 + tile)

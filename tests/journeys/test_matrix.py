@@ -79,13 +79,13 @@ def test_a_crash_and_a_refusal_in_words_of_others_are_faults(monkeypatch):
     def crash(*_, **__):
         raise IndexError("list index out of range")
 
-    monkeypatch.setattr(journeys.api, "plan", refuse)
+    monkeypatch.setattr(journeys, "search_briefly", refuse)
     answer = journeys.ask(cell)
     assert answer.outcome == "refused"
     assert answer.faults == (
         "it has no hint", "it names `packing`, which the request did not set",
     )  # fmt: skip
-    monkeypatch.setattr(journeys.api, "plan", crash)
+    monkeypatch.setattr(journeys, "search_briefly", crash)
     assert journeys.ask(cell).outcome == "crashed"
     assert journeys.ask(cell).faults
 

@@ -89,7 +89,7 @@ def test_machines_of_an_offer_can_be_said():
     found = place(find_device("rtx-4090"), 8, 4)
     assert (found.count, found.nodes) == (2, 4)
     for text in ("rtx-4090:x2", "rtx-4090:0x2", "rtx-4090:4x", "rtx-4090:2x2x2"):
-        with pytest.raises(InvalidRequest, match="cannot read"):
+        with pytest.raises(InvalidRequest, match=r"cannot read|names no device"):
             read_offers(text)
 
 

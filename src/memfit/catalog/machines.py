@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 # SageMaker and Azure put a word before the name: `ml.p5.48xlarge`, `Standard_ND96isr_H100_v5`
 _BEFORE = re.compile(r"ml\.|standard[_ ]")
-_ALIKE = re.compile(r"[a-z]+\d\S*[.\-_]\S+")  # the table is not opened for `a100` or `rtx 4090`
+# how sellers name them: the table is not opened for `h100-sxm` or `rtx 4090`
+_ALIKE = re.compile(
+    r"\S+\.(?:\d*xlarge|metal)|a\d+x?-[a-z]+gpu-\d+g|g2-standard-\d+|n[cd]\d+\S*_v\d+"
+)
 
 
 class Machine(NamedTuple):
