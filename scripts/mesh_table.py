@@ -27,8 +27,8 @@ answers [another]({sampled}); of compiled
 blocks, what they keep is, as on one device. *ours*: torch has
 the parts, and memfit's step does not put them together. *torch*: the library itself does not run
 there; such cells are not counted. `copies` are FSDP2's replicas (HSDP), and `ep` is a mixture's
-experts divided among ranks; what a step holds there is measured under an even routing, which the test
-forces, and what it learns under the router's own.
+experts divided among ranks; what a step holds there is measured under an even routing, which the
+test forces, and what it learns under the router's own.
 """
 
 

@@ -259,9 +259,9 @@ def test_workspace_rules_count_what_the_sources_allocate() -> None:
     assert nbytes(efficient, query, query, query, query) == 2 * 8 * (100 * 4 + tile)
     small = tensor(2, 8, 100, 32)
     assert nbytes(efficient, small, small, small, small) == 2 * 8 * (100 * 4 + 128 * 64 * 4 + 16)
-    large = tensor(2, 8, 100, 200)  # two tiles, and dk and dv of 128 tokens and 256 elements
+    large = tensor(2, 8, 100, 200)  # four tiles; dk and dv of two parts of 64 keys, 256 elements
     assert nbytes(efficient, large, large, large, large) == 2 * 8 * (
-        400 + 2 * tile + 2 * 128 * 256 * 4
+        400 + 4 * (128 * 64 * 4 + 16) + 2 * 64 * 2 * 256 * 4
     )
     wide = query.float()
     tiles = 2 * 2 * (64 * 64 * 4 + 16)
