@@ -54,8 +54,8 @@ def _why_unsupported(name: str, a: Architecture, recipe: Recipe) -> tuple[str, s
     if recipe.lean:
         return f"`lean: {', '.join(recipe.lean)}` keeps no more than that already", "`lean: none`"
     if recipe.parallel.ep > 1 and a.experts.shared_ffn:
-        again = "the experts of `parallel.ep` would be gathered again"
-        return f"beside the shared expert of `{name}` {again}", blocks
+        gathered = "the experts of `parallel.ep` would be gathered again"
+        return f"beside the shared expert of `{name}` {gathered}", blocks
     if recipe.parallel.cp > 1:
         return "torch's ring calls its kernels within one operation", blocks
     if recipe.parallel.tp > 1:
