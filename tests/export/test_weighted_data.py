@@ -8,6 +8,8 @@ from ruamel.yaml import YAML
 import neighbour_plans
 from memfit import api
 from memfit.core.errors import InvalidRequest
+from memfit.export.data import _look_at
+from memfit.train.data.readers import find_sources
 
 PLANS = {"llamafactory": "own-lora", "trl": "trl-qlora", "axolotl": "own-lora"}
 
@@ -56,3 +58,14 @@ def test_a_weight_of_several_files_is_refused(data, tmp_path):
         api.export(asked_of("llamafactory", f"{data}, {folder}=1"), "llamafactory")
     with pytest.raises(InvalidRequest, match=r"`own/hub` is not of this machine"):
         api.export(asked_of("llamafactory", f"{data}, own/hub=1"), "llamafactory")
+
+
+def test_a_json_file_is_described_by_how_training_reads_it(tmp_path):
+    records = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+    for name, text in (("array", json.dumps(records, indent=1)),
+                       ("lines", "\n".join(map(json.dumps, records)))):  # fmt: skip
+        file = tmp_path / f"{name}.json"
+        file.write_text(text)
+        part = _look_at(file)
+        assert (part.kind, part.shape) == ("jsonl", "answers"), name
+        assert find_sources(str(file)).files[0].kind == {"array": "json", "lines": "jsonl"}[name]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from memfit.core.errors import InvalidRequest
-from memfit.core.system.json_lists import ListError, is_list, read_list
+from memfit.core.system.json_lists import ListError, find_records, read_list
 from memfit.core.system.reading import is_file, is_folder, parse_json
 from memfit.core.units import MIB
 from memfit.objectives import find_objective
@@ -148,9 +148,9 @@ def _look_at(file: Path) -> Part:
             hint="rename the file",
         ) from None
     kind = KINDS.get(file.suffix.lower(), "text")
-    array = file.suffix.lower() == ".json" and _begins_an_array(file)
-    if array:
-        kind = "jsonl"  # which the tools read with the same loader
+    array = False
+    if file.suffix.lower() == ".json" and (layout := _find_layout(file)):
+        kind, array = "jsonl", layout == "array"  # which the tools read with the same loader
     if kind == "text":
         keys, nested = frozenset({"text"}), False
     elif kind == "jsonl":
@@ -161,9 +161,9 @@ def _look_at(file: Path) -> Part:
     return Part(kind=kind, shape=shape, files=(whole,), keys=keys, nested=nested)  # type: ignore[arg-type]
 
 
-def _begins_an_array(file: Path) -> bool:
+def _find_layout(file: Path) -> str:
     with file.open(encoding="utf-8", errors="replace") as text:
-        return is_list(text.read(MIB))
+        return find_records(text.read(MIB))
 
 
 def _first_record(file: Path, *, array: bool) -> tuple[frozenset[str], bool]:

@@ -73,8 +73,6 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0,
 AtLeastOne = Annotated[float, msgspec.Meta(ge=1, description="a number, 1 or more")]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1, description="a number from 0 to below 1")]
 
-Imbalance = Annotated[float, msgspec.Meta(ge=1, description="a number of 1 or more")]
-
 Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5, description="a number from 0 to below 0.5")]
 
 
@@ -229,7 +227,7 @@ class ParallelRequest(Record, frozen=True, kw_only=True):
     pp: Positive = 1
     virtual_pp: Positive = 1
     ep: Positive = 1
-    ep_imbalance: Imbalance = EP_IMBALANCE
+    ep_imbalance: AtLeastOne = EP_IMBALANCE
 
     @property
     def stated(self) -> Parallel:

@@ -31,8 +31,9 @@ def hold_reference(module: nn.Module) -> None:
 
 def fill_reference(module: nn.Module) -> None:
     """Copy what is trained as it is now."""
+    trained = _trained(module)
     for name, copy in _copies(module).items():
-        copy.copy_(_trained(module)[name])
+        copy.copy_(trained[name])
 
 
 @contextmanager

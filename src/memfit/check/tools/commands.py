@@ -273,10 +273,7 @@ def _read_launcher(command: Command, taken: ConfigKeys, reading: ConfigReading) 
         elif key != "config_file" and key not in SWITCHES:
             data[key] = value
     stated = "num_processes" in data
-    reader, inner = readers.find("accelerate"), ConfigKeys(data, taken.file)
-    reader.read(inner, reading)
-    inner.settle(reader.still, reader.moved)
-    taken.undescribed += inner.undescribed
+    _read_as(readers.find("accelerate"), data, taken, reading)
     if not stated:
         reading.world = 0  # as many as there are devices
 
@@ -324,12 +321,19 @@ def _read_arguments(command: Command, taken: ConfigKeys, reading: ConfigReading)
             reading.put("options.trl", "")
         elif reading.get("framework") is None:
             reading.overrides["framework"] = reading.data["framework"] = PLAIN
+    _read_as(reader, data, taken, reading)
+    reading.started = reader.title
+    reading.assume(f"arguments of `{command.program}` mean what they do in {own}")
+
+
+def _read_as(
+    reader: Reader, data: dict[str, Any], taken: ConfigKeys, reading: ConfigReading
+) -> None:
+    """Keys that the command has in place of a file of this tool's."""
     inner = ConfigKeys(data, taken.file)
     reader.read(inner, reading)
     inner.settle(reader.still, reader.moved)
     taken.undescribed += inner.undescribed
-    reading.started = reader.title
-    reading.assume(f"arguments of `{command.program}` mean what they do in {own}")
 
 
 def _names_trl(program: str, data: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from memfit.core.units import MIB
 
@@ -21,10 +22,18 @@ class ListError(ValueError):
         self.number, self.problem = number, problem
 
 
-def is_list(start: str) -> bool:
-    """Whether a text begins as a JSON array of objects does, or as an empty one."""
+def find_records(start: str) -> Literal["array", "lines", ""]:
+    """How the records stand of which a JSON file's text begins so: in an array, which may be empty,
+    or one object a line; "" of any other document."""
     head = start.lstrip(_SPACE)
-    return head[:1] == "[" and head[1:].lstrip(_SPACE)[:1] in ("{", "]", "")
+    if head[:1] == "[" and head[1:].lstrip(_SPACE)[:1] in ("{", "]", ""):
+        return "array"
+    lines = [line for line in start.split("\n") if line.strip()]
+    try:
+        several = len(lines) > 1 and isinstance(json.loads(lines[0]), dict)
+    except (ValueError, RecursionError):
+        return ""
+    return "lines" if several else ""
 
 
 def read_list(read: Callable[[int], str]) -> Iterator[str]:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memfit.core import units
-from memfit.core.system.json_lists import ListError, read_list
+from memfit.core.system.json_lists import ListError, find_records, read_list
 from memfit.core.system.reading import is_file, is_folder
 
 ASSUMED_BYTES = 4.0  # of UTF-8 text for a token: English under vocabularies of 32,000 to 150,000
 SAMPLE = 256 * units.KIB  # bytes that are looked at
-RECORDS = (".jsonl", ".ndjson", ".json")
+RECORDS = (".jsonl", ".ndjson")
 
 
 class DataSize(NamedTuple):
@@ -69,9 +69,11 @@ def _estimate(files: tuple[tuple[str, int, int], ...], vocabulary: str) -> DataS
             continue
         with open(name, "rb") as file:
             start = file.read(SAMPLE)
-        if not start or b"\0" in start or (name.endswith(".json") and _is_document(start)):
+        if not start or b"\0" in start:
             continue
-        share, each, sampled = _look(start, name.endswith(RECORDS))
+        if not (layout := _find_layout(name, start)):
+            continue  # one document, which `memfit train` passes over
+        share, each, sampled = _look(start, layout)
         text += share * size
         records += size / each if each else 1
         sample = sample or sampled
@@ -81,11 +83,18 @@ def _estimate(files: tuple[tuple[str, int, int], ...], vocabulary: str) -> DataS
     return DataSize(tokens=text / per_token, records=records, because=because)
 
 
-def _look(start: bytes, are_records: bool) -> tuple[float, float, str]:
+def _find_layout(name: str, start: bytes) -> str:
+    """`text`, records in an `array` or as `lines`; "" of a JSON document that holds none."""
+    if name.endswith(".json"):
+        return find_records(start.decode("utf-8", "ignore"))
+    return "lines" if name.endswith(RECORDS) else "text"
+
+
+def _look(start: bytes, layout: str) -> tuple[float, float, str]:
     """Share of a file's bytes that are text, bytes of a record, and the text itself."""
-    if not are_records:
+    if layout == "text":
         return 1.0, 0.0, start.decode("utf-8", "ignore")
-    lines = _elements(start) or start.splitlines()
+    lines = _elements(start) if layout == "array" else start.splitlines()
     whole = lines[:-1] if len(lines) > 1 and len(start) == SAMPLE else lines
     texts: list[str] = []
     for line in whole:
@@ -99,13 +108,8 @@ def _look(start: bytes, are_records: bool) -> tuple[float, float, str]:
     return size / max(read, 1), read / max(len(whole), 1), text
 
 
-def _is_document(start: bytes) -> bool:
-    """Whether a JSON text is one object, neither a list of examples nor one a line."""
-    return b"\n{" not in start and not _elements(start)
-
-
 def _elements(start: bytes) -> list[bytes]:
-    """Those of a JSON array that are whole; none of any other text."""
+    """Those of a JSON array that are whole."""
     text = io.StringIO(start.decode("utf-8", "ignore"))
     found: list[bytes] = []
     with suppress(ListError):

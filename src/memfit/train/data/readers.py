@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import glob
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest, did_you_mean
-from memfit.core.system.json_lists import is_list
+from memfit.core.system.json_lists import find_records
 from memfit.core.units import MIB
 from memfit.train.data.formats import PLUGIN, name_kind_of
 from memfit.train.data.hashes import Content, Hashes
@@ -133,13 +132,7 @@ def kind_of_json(path: Path) -> str:
     """`json` of an array of objects, `jsonl` of one object a line; "" of any other document."""
     with path.open("rb") as file:
         start = file.read(MIB).decode("utf-8", "ignore")
-    if is_list(start):
-        return "json"
-    lines = [line for line in start.split("\n") if line.strip()]
-    try:
-        return "jsonl" if len(lines) > 1 and isinstance(json.loads(lines[0]), dict) else ""
-    except (ValueError, RecursionError):
-        return ""
+    return {"array": "json", "lines": "jsonl", "": ""}[find_records(start)]
 
 
 def _kind_of(path: Path) -> str:
