@@ -54,6 +54,20 @@ def check(tmp_path, text, name="trl.yaml", data=None):
     return api.check([write(tmp_path, name, text)], data or dict(H100))
 
 
+@pytest.mark.parametrize(
+    ("tool", "text", "epochs"),
+    [("trl", "", 3), ("trl", "num_train_epochs: 2\n", 2), ("trl", "max_steps: 7\n", None),
+     ("axolotl", "", 1), ("axolotl", "num_epochs: 4\n", 4),
+     ("llamafactory", "num_train_epochs: 5\n", 5)],
+)  # fmt: skip
+def test_a_file_without_steps_counts_epochs(tmp_path, tool, text, epochs):
+    model = "base_model: gpt2\n" if tool == "axolotl" else "model_name_or_path: gpt2\n"
+    stage = "stage: sft\n" if tool == "llamafactory" else ""
+    plan, *_ = check(tmp_path, model + stage + text, name=f"{tool}.yaml")
+    task = plan.request.task
+    assert (task.epochs, task.steps) == (epochs, 7 if epochs is None else None)
+
+
 @pytest.mark.parametrize(("name", "target"), PAIRS)
 def test_what_was_written_is_read_back(name, target, tmp_path):
     """Every key that the target can say comes back, and with them the peak."""

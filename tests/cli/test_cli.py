@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from rich.cells import cell_len
 
 from memfit import api
 from memfit.cli import first_contact, options
-from memfit.cli.app import VERBS, run
+from memfit.cli.app import VERBS, join_name, run
 from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified, RunFailed
 from memfit.core.libraries import install_extra
 from memfit.core.wording import set_words
@@ -194,6 +195,19 @@ def test_what_is_wrong_is_said_once_with_a_hint(arguments, said):
     assert (code, out) == (2, "")
     assert err.startswith(said)
     assert err.count("error:") == err.count("hint:") + ("cannot be set" in err) == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("qwen3-8b 4090", "qwen3-8b --device 4090"), ("llama 8b", "'llama 8b'"),
+     ("qwen3 8b qlora on 8 x H100", "'qwen3 8b' --method qlora --device '8 x H100'"),
+     ("phi 4 t4", "'phi 4' --device t4"), ("gpt2 frob", "'gpt2 frob'"),
+     ("gpt2 4090 --device a100", "'gpt2 4090' --device a100"),
+     ("gpt2 lora full", "'gpt2 lora full'"), ("gpt2 for p5.48xlarge --json",
+                                              "gpt2 --device p5.48xlarge --json")],
+)  # fmt: skip
+def test_a_model_a_method_and_a_device_in_words_are_options(typed, meant):
+    assert shlex.join(join_name(["plan", *typed.split()])) == f"plan {meant}"
 
 
 def test_guessed_words_are_no_verbs_and_name_one():

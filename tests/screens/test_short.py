@@ -11,6 +11,7 @@ import made_by_hand as made
 from memfit import api
 from memfit.catalog import models
 from memfit.cli.options import changed_options
+from memfit.core import units
 from memfit.core.errors import InvalidRequest, MemoryUnknown
 from memfit.core.units import GIB
 from memfit.screens.short import MOST, describe_time, show_short
@@ -154,6 +155,14 @@ def test_an_unknown_time_is_said_to_be_unknown_once():
     assert ["".join(span.text for span in line) for line in lines] == [
         "time unknown: nobody timed it"
     ]
+
+
+def test_a_run_of_unknown_length_shows_what_1000_steps_take():
+    plan = api.plan(api.read("gpt2", device="4090", changes={"task.epochs": 3}), levers=False)
+    shown = " ".join(show(plan).split())
+    seconds = units.show_seconds(1000 * plan.time.step_seconds)
+    assert f"1,000 steps take {seconds} (" in shown
+    assert "; how many there are is unknown Assumed: " in shown
 
 
 def show(plan):

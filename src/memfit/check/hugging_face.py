@@ -44,13 +44,22 @@ TORCHS: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-def read_steps(taken: ConfigKeys, reading: ConfigReading, *, micro: str, default: int) -> None:
-    """Batch, accumulation, steps, seed."""
-    reading.put("micro_batch", taken(micro, default))
+def read_steps(
+    taken: ConfigKeys, reading: ConfigReading, rows: tuple[str, int],
+    passes: tuple[str, float] = ("num_train_epochs", 3.0),
+) -> None:  # fmt: skip
+    """Batch, accumulation, steps or passes over the data, seed.
+
+    rows, passes: a tool's key for a micro-batch's rows and for epochs, each with its default.
+    """
+    reading.put("micro_batch", taken(*rows))
     reading.accumulation = taken("gradient_accumulation_steps", reading.accumulation)
     steps = taken("max_steps", -1)
+    epochs = taken(*passes)
     if steps > 0:
         reading.put("task.steps", steps)
+    else:
+        reading.put("task.epochs", epochs)
     reading.put("seed", taken("seed", 42))
 
 

@@ -90,10 +90,12 @@ class Verbs(click.Group):
 
 
 def join_name(args: list[str]) -> list[str]:
-    """`qwen3 14b`, as one says it, as one name of the verbs that take one."""
+    """`qwen3 14b on 4090`, as one says it: one name of the verbs that take one, and options."""
     words = list(takewhile(lambda word: not word.startswith("-"), args[1:]))
     if args[:1] and args[0] in ONE_NAME and len(words) > 1:
-        return [args[0], " ".join(words), *args[1 + len(words) :]]
+        from memfit.cli.first_contact import part_words
+
+        return [args[0], *part_words(words, args), *args[1 + len(words) :]]
     return args
 
 

@@ -51,6 +51,15 @@ def show_welcome(version: str) -> None:
 
 
 METHODS = ("auto", "full", "lora", "qlora")
+FILLERS = (
+    "on",
+    "with",
+    "for",
+    "@",
+    "a",
+    "an",
+    "one",
+)  # between a model and a device, as one says it
 
 
 def can_ask() -> bool:
@@ -85,6 +94,38 @@ def refuse_verb(args: list[str], verbs: Iterable[str]) -> InvalidRequest:
     else:
         return UnknownName("verb", word, verbs, see=see)
     return InvalidRequest(f"unknown verb: `{shorten_name(word)}`", hint=hint)
+
+
+def part_words(words: list[str], stated: Iterable[str]) -> list[str]:
+    """`qwen3-8b qlora on 4090`, as one says it, as a model and the options that its words are.
+
+    stated: what else was typed; an option of it leaves no room for a word that means another.
+    """
+    taken = {word.partition("=")[0] for word in stated}
+    for end in range(len(words), 0, -1):
+        name, rest = " ".join(words[:end]), [w for w in words[end:] if w.lower() not in FILLERS]
+        if not _is_planned(name):
+            continue
+        methods = [word for word in rest if word.lower() in METHODS]
+        device = " ".join(word for word in rest if word not in methods)
+        options = {"--method": " ".join(methods).lower(), "--device": device}
+        options = {option: value for option, value in options.items() if value}
+        if len(methods) > 1 or taken & set(options) or (device and not _names_device(device)):
+            break
+        return [name, *(word for pair in options.items() for word in pair)]
+    return [" ".join(words)]
+
+
+def _names_device(text: str) -> bool:
+    from memfit.catalog.machines import find_machine
+    from memfit.core.devices_as_written import read_devices
+    from memfit.plan.request.problem import find_device
+
+    try:
+        name = read_devices(text).name
+        return bool(find_machine(name) or find_device(name))
+    except InvalidRequest:
+        return False
 
 
 def _is_planned(word: str) -> bool:

@@ -28,6 +28,7 @@ from memfit.screens.widgets.terminal import Console, Line, Styled, wrap
 MOST = 24  # lines
 KINDS = 4  # that the line below the bar names
 WIDEST_NAME = 40  # of a lever, beside which its figures stand
+MANY = 1000  # steps whose time is shown where their number is unknown
 OTHERWISE = f"* {INEXACT}"
 WHOLE = "--why explains each figure and lists everything considered and assumed"
 Lines = list[Line]
@@ -174,6 +175,10 @@ def describe_time(console: Console, plan: Plan) -> Lines:
         parts.append(f"cost {cost.usd:,.2f} USD{between(cost.usd, lambda n: f'{n:,.2f}')}")
     elif time.total_seconds is not None:
         parts.append("cost unknown: no price is on record")
+    else:
+        seconds = time.step_seconds * MANY
+        whole = units.show_seconds(seconds) + between(seconds, units.show_seconds)
+        parts.append(f"{MANY:,} steps take {whole}; how many there are is unknown")
     if longest := describe_longest(time.phases):
         step += f"; {longest}"
     return [*text(console, step, most=2), *text(console, ", ".join(parts), most=2)]

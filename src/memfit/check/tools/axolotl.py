@@ -87,7 +87,7 @@ class AxolotlReader(Reader):
         reading.put("task.packing", taken("sample_packing", False))
         reading.put("task.objective", _objective(taken))
         rounds = taken("pad_to_sequence_len") is not False and taken.data.get("rl") is None
-        read_steps(taken, reading, micro="micro_batch_size", default=1)
+        read_steps(taken, reading, ("micro_batch_size", 1), ("num_epochs", 1.0))
         read_optimizer(taken, reading, key="optimizer", schedule="lr_scheduler")
         adapter = taken("adapter")
         if adapter not in (None, "lora", "qlora"):

@@ -82,7 +82,7 @@ class LlamaFactoryReader(Reader):
         reading.put("task.sequence_length", taken("cutoff_len", 2048))
         reading.put("task.packing", taken("packing", stage == "pt"))
         neat = bool(taken("neat_packing", False))
-        read_steps(taken, reading, micro="per_device_train_batch_size", default=8)
+        read_steps(taken, reading, ("per_device_train_batch_size", 8))
         read_optimizer(taken, reading, schedule="lr_scheduler_type")
         method = taken("finetuning_type", "lora")
         if method not in ("lora", "full", "freeze"):

@@ -94,7 +94,7 @@ class TrlReader(Reader):
         else:
             _leave_others(taken, reading, pairs=pairs)
             _read_rows(taken, reading)
-        read_steps(taken, reading, micro="per_device_train_batch_size", default=8)
+        read_steps(taken, reading, ("per_device_train_batch_size", 8))
         read_optimizer(taken, reading, schedule="lr_scheduler_type")
         adapted = bool(taken("use_peft", False))
         reading.put("method", "lora" if adapted else "full")

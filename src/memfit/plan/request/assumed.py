@@ -46,8 +46,8 @@ def count_steps(request: Request, length: int, packed: bool) -> Steps:
     if not task.data:
         if task.epochs is None:
             return Steps(ASSUMED_STEPS, f"{ASSUMED_STEPS} steps (no length and no data given)")
-        return Steps(0, f"steps unknown: `task.epochs: {task.epochs:g}` of data that is not named"
-                     " (`task.data`)")  # fmt: skip
+        return Steps(0, f"steps unknown: {_show_passes(task.epochs)} of data whose size is not"
+                     " known (`--set task.data=FILE` counts a file here)")  # fmt: skip
     found = estimate_data(task.data, request.tokenizer or _folder(request))
     if found is None:
         return Steps(0, f"steps unknown: `task.data: {task.data}` holds nothing here whose tokens"
@@ -55,8 +55,7 @@ def count_steps(request: Request, length: int, packed: bool) -> Steps:
     epochs = 1.0 if task.epochs is None else task.epochs
     rows = _count_rows(task, found, length, request.generations, packed=packed)
     steps = max(1, math.ceil(rows * epochs / request.global_batch))
-    passes = "one epoch" if epochs == 1 else f"{epochs:g} epochs"
-    return Steps(steps, f"about {steps:,} steps: {passes} of about"
+    return Steps(steps, f"about {steps:,} steps: {_show_passes(epochs)} of about"
                  f" {units.show_count(found.tokens)} tokens; {found.because}")  # fmt: skip
 
 
@@ -80,6 +79,10 @@ def describe_names(request: Request) -> tuple[str, ...]:
                         f" `{device.id}` have {max(usual, key=int)}:"
                         f" `--device {name}:{count}` lays them out")  # fmt: skip
     return tuple(line for line in lines if line)
+
+
+def _show_passes(epochs: float) -> str:
+    return "one epoch" if epochs == 1 else f"{epochs:g} epochs"
 
 
 def is_estimated(task: Task) -> bool:
