@@ -196,3 +196,11 @@ def test_a_lever_whose_plan_is_on_another_mesh_says_so():
     on = replace(lever, mesh="2 shards x 4 to a product")
     assert "time, on 2 shards x 4 to a product" in show(replace(plan, levers=(on,)))
     assert " to a product" not in show(replace(plan, levers=(lever,)))
+
+
+def test_where_no_time_is_known_nothing_is_a_lever_for_being_faster():
+    plan = made.plan()
+    faster = replace(plan.levers[0], device_total=plan.memory.needed, relative_time=0.9, fits=True)
+    untimed = replace(plan.time, step_seconds=None, total_seconds=None, because="unknown: ?")
+    assert "Levers" in show(replace(plan, levers=(faster,)))
+    assert "Levers" not in show(replace(plan, levers=(faster,), time=untimed))

@@ -32,11 +32,12 @@ def choose_levers(rows: Iterable[Considered], plan: Plan) -> list[Considered]:
     learned, is left to `--why`.
     """
     own, miss = plan.memory.needed or 0, plan.memory.verdict == "does_not_fit"
+    timed = plan.time.step_seconds is not None
     able = [
         row
         for row in rows
         if (row.fits or miss)
-        and (own - needs(row) > MATTERS * own or row.relative_time < 1 - MATTERS)
+        and (own - needs(row) > MATTERS * own or (timed and row.relative_time < 1 - MATTERS))
         and not (miss and needs(row) >= own)
     ]
     able = [row for row in able if not any(_beats(other, row) for other in able)]
