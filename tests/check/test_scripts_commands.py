@@ -113,6 +113,25 @@ def test_a_program_of_its_own_is_transformers_trainers_without_recomputing(tmp_p
     assert any("gradient_checkpointing" in str(change) for change in changes)
 
 
+@pytest.mark.parametrize(
+    ("program", "objective"),
+    [("trl dpo", "dpo"), ("scripts/sft/run_rloo.py", "rloo"), ("trl kto", ""), ("trl reward", ""),
+     ("online-dpo.py", "")],
+)  # fmt: skip
+def test_what_a_program_trains_is_predicted_or_refused_and_never_another(
+    program, objective, tmp_path
+):
+    script = tmp_path / "run.sh"
+    started = program if program.startswith("trl ") else f"python {program}"
+    script.write_text(f"{started} --model_name_or_path qwen3-0.6b --max_length 512\n")
+    if objective:
+        assert api.check([script], DEVICE)[0].request.task.objective == objective
+        return
+    with pytest.raises(InvalidRequest, match="memfit describes how it") as refused:
+        api.check([script], DEVICE)
+    assert refused.value.hint == "use `framework: memfit`"
+
+
 def test_deepspeeds_engine_is_started_by_its_launcher_or_an_argument(tmp_path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     script = tmp_path / "run.sh"

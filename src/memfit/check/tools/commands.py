@@ -280,10 +280,12 @@ def _read_launcher(command: Command, taken: ConfigKeys, reading: ConfigReading) 
 
 def _put_objective(command: Command, file: Path, reading: ConfigReading) -> None:
     """What the program's name says of what is learned, unless the command line says it."""
-    words = re.split(r"[^a-z0-9]+", command.program.lower())
-    named = [word for word in words if word in objectives.names()]
+    text = "_".join(["", *re.findall("[a-z0-9]+", Path(command.program).name.lower()), ""])
+    found = [name for name in objectives.names() if f"_{name}_" in text]
+    named = [name for name in found if not any(name in other for other in found if other != name)]
     if len(named) == 1 and reading.get("task.objective") is None:
         reading.put("task.objective", named[0])
+        reading.overrides["task.objective"] = named[0]  # arguments say none: TRL has a program each
         reading.assume(f"`{command.program}` of `{file}` trains `task.objective: {named[0]}`")
 
 

@@ -12,7 +12,7 @@ from memfit.adapters.shared.projections import choose_targets
 from memfit.core.errors import InvalidRequest
 from memfit.families.capabilities.limits import choose_packing
 from memfit.objectives import find_objective
-from memfit.plan.frameworks import Framework, find_framework, resolve_options
+from memfit.plan.frameworks import Framework, find_framework, frameworks, resolve_options
 from memfit.plan.request.assumed import count_steps
 from memfit.plan.request.meshes import match_devices
 from memfit.plan.request.model_reference import find_reference
@@ -22,8 +22,18 @@ from memfit.plan.request.precision import choose_precision
 from memfit.plan.request.problem import find_device, find_network, sequence_length
 from memfit.records.hardware import Device
 from memfit.records.model import Model
-from memfit.records.recipe import Freeze, Lora, Optimizer, Parallel, Recipe
+from memfit.records.recipe import OWN_STEP, Freeze, Lora, Optimizer, Parallel, Recipe
 from memfit.records.request import ParallelRequest, RecomputeBlocks, Request
+
+
+def _list_samplers(objective: str) -> str:
+    """The frameworks whose step of an objective is described, memfit's own first."""
+    return "` or `".join(
+        [
+            OWN_STEP,
+            *(name for name in frameworks.names() if objective in find_framework(name).samples),
+        ]
+    )
 
 
 def read_defaults(
@@ -46,7 +56,7 @@ def read_defaults(
         raise InvalidRequest(
             f"`objective: {objective.name}` under `framework: {request.framework}`: memfit"
             " describes how it predicts tokens, not how it samples and judges answers",
-            hint="use `framework: memfit` on one device, or `framework: trl`",
+            hint=f"use `framework: {_list_samplers(objective.name)}`",
         )
     check_described(request)
     check_pairs(request)
