@@ -23,6 +23,7 @@ with quiet_import():
         AutoModelForSequenceClassification,
         PreTrainedModel,
     )
+    from transformers.initialization import no_init_weights
 
 
 # Modules with weights that run before the first block: OPT's, BLOOM's.
@@ -59,13 +60,14 @@ def bare_model(recipe: Recipe) -> PreTrainedModel:
     if scores:
         config.num_labels = 1
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():  # random numbers on meta take half of its time
         model = kind.from_config(
             config,
             attn_implementation=name,
             experts_implementation=register_experts(),
             dtype=torch.float32,
         )
+    model.tie_weights()  # which belongs to what is left out
     # With it set, GPT-2 compares the batch with the padding token at every forward: a read-back
     # from the device that changes nothing.
     model.config.pad_token_id = None
