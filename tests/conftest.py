@@ -13,6 +13,7 @@ from hypothesis import settings
 from memfit.catalog.overheads import Overhead
 from memfit.certify import in_this_process
 from memfit.export import ways_out as ways_there
+from memfit.families import families
 from memfit.plan.memory import process
 from memfit.plan.questions import ways_out
 from memfit.plan.search import search
@@ -32,11 +33,12 @@ settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("new", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("MEMFIT_EXAMPLES", "same"))
 
-# Families whose parts another one has too.
-ALIKE = (
-    "mistral", "qwen2", "gptj", "mpt", "gemma", "glm4", "glm4_moe", "granite", "phi", "qwen2_moe",
-    "qwen3_moe", "smollm3", "stablelm", "deepseek_v2", "olmo2", "opt",
+# Families with parts of their own; those of the others, another one has too.
+OWN_PARTS = (
+    "llama", "bloom", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_neox",
+    "gpt_oss", "mixtral", "phi3", "qwen3",
 )  # fmt: skip
+ALIKE = frozenset(families) - frozenset(OWN_PARTS)
 # A whole step is traced or run in each case: seconds.
 TRACED = (
     "test_exactness.py", "test_memory.py", "test_depth.py", "test_live.py", "test_fake_cuda.py",
@@ -142,7 +144,7 @@ def share_of_families(item, given):
         return 3 if one_of_many else 1  # each family has blocks of its own
     slow = one_of_many and item.get_closest_marker("slow") is not None
     traced = one_of_many and item.path.name in TRACED
-    return (4 if names & set(ALIKE) else 1) * (4 if slow else 1) * (4 if traced else 1)
+    return (4 if names & ALIKE else 1) * (4 if slow else 1) * (4 if traced else 1)
 
 
 TINY_LLAMA = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from memfit.families import families, families_that
+
 # What each class has beside the sizes that all share; no padding token outside a small vocabulary.
 _OWN: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.5},
@@ -13,7 +15,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 64,
         "sliding_window_pattern": 2,
     },
-    "olmo2": {"eos_token_id": 1},
+    "olmo2": {"eos_token_id": 1}, "olmo3": {"eos_token_id": 1},
     "granite": {
         "logits_scaling": 8.0, "residual_multiplier": 0.25, "embedding_multiplier": 12.0,
         "attention_multiplier": 0.1, "mlp_bias": True,
@@ -23,12 +25,30 @@ _OWN: dict[str, dict[str, Any]] = {
     "stablelm": {"use_parallel_residual": True},
     "phi": {"hidden_act": "gelu_new"},
 }  # fmt: skip
+# windows shorter than a test's rows; other families that have windows take the last
+_WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 5}, "phi3": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 5},
+    "gemma2": {"sliding_window": 3}, "mixtral": {"sliding_window": 9},
+    "": {"sliding_window": 7},
+}  # fmt: skip
+SLIDING = {name: _WINDOWS.get(name, _WINDOWS[""]) for name in families_that("windows")}
 LORA_TARGETS = {"phi3": ("qkv_proj", "down_proj")}
 
 
 def gated(common: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """A config of each family; common: the sizes, as of a tiny Llama."""
-    return {
-        name: {"model_type": name, **common, "pad_token_id": None, **own}
-        for name, own in _OWN.items()
-    }
+    return {name: of_family(name, common) for name in _OWN}
+
+
+def of_family(name: str, common: dict[str, Any]) -> dict[str, Any]:
+    """The config of one family; common: as of `gated`."""
+    return {"model_type": name, **common, "pad_token_id": None, **_OWN.get(name, {})}
+
+
+def add_others(configs: dict[str, dict[str, Any]], common: dict[str, Any]) -> None:
+    """Give each registered family without a config one of its own; common: as of `gated`."""
+    for name in families:
+        configs.setdefault(name, of_family(name, common))

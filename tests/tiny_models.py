@@ -6,8 +6,8 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gated_families import LORA_TARGETS, gated
-from memfit.families import families, find_family
+from gated_families import LORA_TARGETS, add_others, gated
+from memfit.families import find_family
 from memfit.plan.request.model_reference import with_head
 from memfit.records.model import ModelReference
 from memfit.records.recipe import ADAPTED, Freeze, Lora, Optimizer, Recipe
@@ -88,8 +88,7 @@ CONFIGS = {
         "max_seq_len": 64,
     },
 }  # fmt: skip
-for _name in families:  # a family that is added is taken to have a Llama's sizes
-    CONFIGS.setdefault(_name, {"model_type": _name, **_LLAMA, "pad_token_id": None})
+add_others(CONFIGS, _LLAMA)
 FAMILIES = tuple(CONFIGS)
 OWN_ATTENTION = ("bloom", "mpt")  # of these classes: `math` alone, and no packed rows
 MATH_ONLY = (*OWN_ATTENTION, "gpt_oss", "gemma2")

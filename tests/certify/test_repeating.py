@@ -23,6 +23,7 @@ from memfit.certify.tracing.recorder import Recorder, Trace, make_recorder
 from memfit.certify.tracing.runs import DEPTH_KEYS
 from memfit.certify.tracing.trace_step import trace_generation, trace_step
 from memfit.core.errors import NotCertified
+from memfit.families import read_model
 from memfit.records.hardware import Device
 from memfit.records.ledger import Phase
 from memfit.records.recipe import Freeze, Lora, Parallel, Recipe
@@ -49,9 +50,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head-trained": {"method": "freeze", "freeze": Freeze(patterns=("lm_head.*",))},
 }  # fmt: skip
 SPLITS = ("recompute_blocks", "selective_blocks")
-CYCLES = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6, "smollm3": 4}  # kinds of blocks in turn
-# families whose blocks have something of their own, beside those whose blocks take turns
-OWN_BLOCKS = (*CYCLES, "gpt2", "bloom", "falcon", "qwen3_moe", "deepseek_v3")
+# families whose blocks have something of their own, or take turns
+OWN_BLOCKS = (
+    "gpt_oss",
+    "gemma2",
+    "gemma3_text",
+    "smollm3",
+    "gpt2",
+    "bloom",
+    "falcon",
+    "qwen3_moe",
+    "deepseek_v3",
+)
 QUICK = (
     "bf16", "lora-bf16-base", "recompute-all-mixed", "freeze", "selective-some-lora-mixed",
     "foreach", "accumulation", "dpo-chunked-mixed-recompute", "fp16-foreach-accumulation", "nf4",
@@ -119,7 +129,8 @@ def cases() -> list[Any]:
 def test_the_tape_is_the_full_traces(family: str, variant: str) -> None:
     changes = VARIANTS[variant]
     halved = any(0 < changes.get(key, 0) < 3 for key in SPLITS) or "freeze" in changes
-    layers = 5 * CYCLES.get(family, 1) + (6 if halved else 1)
+    kinds = read_model(deep(family, 24).model).architecture.layer_kinds
+    layers = (11 if halved else 6) * max(1, len(kinds))
     recipe = deep(family, layers, **with_depth(VARIANTS[variant], layers))
     assert_same(*trace_both(recipe, CPU))
 

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from gated_families import LORA_TARGETS as GATED_TARGETS
-from gated_families import gated
+from gated_families import add_others, gated
 from memfit.certify import BatchShape
 from memfit.core.units import GIB
 from memfit.families import read_model
@@ -98,6 +98,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_seq_len": 256,
     },
 }  # fmt: skip
+add_others(CONFIGS, _LLAMA_SHAPED)
 FAMILIES = tuple(CONFIGS)
 OWN_ATTENTION = ("bloom", "mpt")  # of these classes: `math` alone, and no packed rows
 MATH_ONLY = (*OWN_ATTENTION, "gpt_oss", "gemma2")
@@ -186,6 +187,8 @@ def watch_real_step(
     """
     built, live = build_watched(recipe, fill)
     vocab = read_model(recipe.model).architecture.vocab  # of stages, not all have an embedding
+    if built.scaler is not None:  # a step that overflows is skipped, and makes no states
+        built.scaler.load_state_dict({**built.scaler.state_dict(), "scale": 256.0})
 
     def batches():
         for shape in shapes:

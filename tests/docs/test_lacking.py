@@ -20,7 +20,7 @@ WITHOUT_A_CLASS = {"nemotron-nas", "mimo"}  # their repositories bring the code
 
 def test_a_family_that_lacks_is_no_family_of_memfits():
     named = [name for row in ROWS for name in re.findall(r"`([\w-]+)`", row[0])]
-    assert len(named) == len(set(named)) > 30
+    assert len(named) == len(set(named)) > 20
     assert not set(named) & {*families.names(), *references.names()}
     assert set(named) - set(CONFIG_MAPPING_NAMES) == WITHOUT_A_CLASS
 
@@ -30,7 +30,7 @@ def test_rows_are_complete_and_by_downloads_from_the_most_on():
     counts = [int(row[2].replace(",", "").replace("—", "0")) for row in ROWS]
     rest = counts[counts.index(max(counts)) :]
     assert rest == sorted(rest, reverse=True)
-    assert len(rest) > 20
+    assert len(rest) > 10
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -45,7 +45,7 @@ def test_names_of_a_family_that_lacks_are_refused_with_the_family():
     for name, family in [
         ("google/gemma-4-E2B-it", "gemma4"), ("unsloth/gemma-4-31B-it", "gemma4"),
         ("Qwen/Qwen3.5-9B", "qwen3_5"), ("LiquidAI/LFM2-1.2B", "lfm2"),
-        ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", "nemotron-nas"), ("olmo-3-7b", "olmo3"),
+        ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", "nemotron-nas"),
     ]:  # fmt: skip
         with pytest.raises(InvalidRequest, match=f"family `{family}`"):
             catalog.find_model(name)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gated_families import gated
+from gated_families import add_others, gated
 from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.families import (
     families,
@@ -71,8 +71,8 @@ BASE = {
     "bloom": BLOOM,
     "mpt": MPT,
 }
-for _name in families:  # a family that is added is taken to have a Llama's sizes
-    BASE.setdefault(_name, {"model_type": _name, **GATED, "pad_token_id": None})
+add_others(BASE, GATED)
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 TOGGLED = [
     GPT2,
     GPT2 | {"tie_word_embeddings": False},
@@ -148,6 +148,8 @@ TOGGLED = [
     BASE["gemma3_text"] | {"sliding_window_pattern": 1, "final_logit_softcapping": 30.0},
     BASE["gemma3_text"] | {"sliding_window_pattern": 6, "attention_bias": True},
     BASE["olmo2"] | {"attention_bias": True, "num_key_value_heads": None},
+    BASE["olmo3"] | {"attention_bias": True, "layer_types": ["full_attention"] * 2},
+    BASE["olmo3"] | {"num_hidden_layers": 5, "head_dim": 20, "rope_scaling": YARN},
     BASE["granite"] | {"attention_bias": True, "tie_word_embeddings": True},
     BASE["smollm3"] | {"no_rope_layers": [0, 0], "attention_bias": True, "mlp_bias": True},
     BASE["smollm3"] | {"tie_word_embeddings": False, "num_key_value_heads": None},
@@ -344,6 +346,8 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name):
             BASE["gemma3_text"] | {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
             "dynamic",
         ),
+        (BASE["olmo3"] | {"rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
+        (BASE["olmo3"] | {"sliding_window": None}, "sliding_window"),
         (BASE["smollm3"] | {"use_sliding_window": True}, "use_sliding_window"),
         (BASE["smollm3"] | {"no_rope_layers": [1]}, "no_rope_layers"),
         (BASE["stablelm"] | {"head_dim": 99}, "head_dim"),
@@ -473,7 +477,7 @@ def test_an_unsupported_family_is_refused_by_name_with_the_supported_ones():
         read_model(reference({"hidden_size": 8}))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "olmo3", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -486,7 +490,7 @@ def test_which_blocks_slide_is_what_hugging_face_says(name, change):
     architecture = find_family(name).architecture(config)
     theirs = AutoConfig.for_model(**config).layer_types
     ours = [architecture.window(architecture.kind(i)) for i in range(9)]
-    used = change.get("use_sliding_window", name.startswith("gemma"))
+    used = change.get("use_sliding_window", not name.startswith("qwen"))
     assert ours == [16 * (used and kind == "sliding_attention") for kind in theirs]
 
 

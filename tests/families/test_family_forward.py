@@ -1,16 +1,16 @@
 """Each family's block over sizes against Hugging Face's class on real tensors."""
 
+import inspect
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gated_families import of_family
 from memfit import meta
-from memfit.families import find_family
-from memfit.families.gpt_oss import half_rotation
-from memfit.families.gptj import table_rotation
+from memfit.families import families, find_family
 from memfit.families.shared.config import ACTIVATIONS as described_activations
-from memfit.families.shared.forward import Forward, rotation
-from memfit.families.shared.latent_forward import complex_rotation
+from memfit.families.shared.forward import Forward
 from memfit.records.ledger import Kind
 from memfit.train.model.attention import BACKENDS, register_attention
 from memfit.train.model.attention_classes import register_class
@@ -100,6 +100,9 @@ CONFIGS = {
     "bloom": {},
     "mpt": {"d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 64},
 }  # fmt: skip
+for _family in families:
+    if not any(name.split()[0] == _family for name in CONFIGS):
+        CONFIGS[_family] = GROUPED | of_family(_family, {})
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 
 
@@ -107,12 +110,12 @@ def config_of(name, activation=None):
     family = name.split()[0]
     common = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 96, "use_cache": False}
     common |= {"num_hidden_layers": 1, "max_position_embeddings": 64}
-    common |= {"num_attention_heads": 4, "dropout": 0.0, "pad_token_id": None}
+    common |= {"num_attention_heads": 4, "pad_token_id": None}
     if family in ("gpt2", "gptj"):
         common = {"n_head": 4, "n_embd": 32, "n_layer": 1, "vocab_size": 50, "n_positions": 64}
-        common |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     chosen = {} if activation is None else {"hidden_act": activation}
-    return {"model_type": family, **common, **CONFIGS[name], **chosen}
+    off = dict.fromkeys(find_family(family).dropouts, 0.0)
+    return {"model_type": family, **common, **off, **CONFIGS[name], **chosen}
 
 
 def kernel_of(name):
@@ -144,14 +147,12 @@ def real_block(name, dtype, autocast, activation=None):
     elif name == "mpt":
         given = {"position_bias": torch.zeros(4, 1, 64)}
         mask = torch.zeros(2, 1, 16, 16, dtype=torch.bool)
-    elif name.startswith("falcon"):
-        kinds = ("sliding_attention",) if name.startswith("gemma3") else ()
-        turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0), *kinds)
-        given = {"position_embeddings": turn, "alibi": None}
     elif hasattr(backbone, "rotary_emb"):
-        kinds = ("sliding_attention",) if name.startswith("gemma3") else ()
+        asked = inspect.signature(backbone.rotary_emb.forward).parameters
+        kinds = (config.layer_types[0],) if "layer_type" in asked else ()
         turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0), *kinds)
         given = {"position_embeddings": turn}
+        given |= {"alibi": None} if name.startswith("falcon") else {}
     turn = given.get("position_embeddings", ())
     known = [x, *model.parameters(), *model.buffers()]
     known += turn if isinstance(turn, tuple) else [turn]  # complex angles are one tensor
@@ -173,38 +174,22 @@ def real_block(name, dtype, autocast, activation=None):
 def size_only_block(name, dtype, autocast, activation=None):
     meter, found = meta.Meter(), find_family(name.split()[0])
     architecture = found.architecture(config_of(name, activation))
-    weights = {}
+    weights, outside = {}, {}
     for row in found.weights(architecture):
-        inner = row.name.partition(".0.")[2]
-        if row.layer == 0:
-            weights[inner] = meta.parameter(meter, row.shape, dtype, trainable=True)
+        there, apart = (weights, ".0.") if row.layer == 0 else (outside, ".")
+        name_there = row.name.partition(apart)[2]
+        there[name_there] = meta.parameter(meter, row.shape, dtype, trainable=True)
     forward = Forward(
         architecture=architecture, meter=meter, kernel=kernel_of(name), position_ids=None,
         documents=None, kind=architecture.kind(0),
         input_ids=meta.empty(meter, (2, 16), "int64", Kind.INPUT),
     )  # fmt: skip
     x = make(meter, (2, 16, 32), dtype)
-    positions = meta.empty(meter, (1, 16), "int64", Kind.INPUT)
-    wide = "float32" if name == "olmo2" else dtype
-    turns = architecture.rotary_dim and not name.startswith("gptj")
-    given = rotation(forward, wide, positions) if turns else ()
-    if name in ("bloom", "mpt"):
-        narrow = name == "bloom"
-        bias = (8, 1, 16) if narrow else (4, 1, 64)
-        given = (
-            meta.empty(meter, bias, dtype if narrow else "float32", Kind.PARAMETERS),
-            meta.empty(meter, (2, 1, 16, 16), dtype if narrow else "bool", Kind.PARAMETERS),
-        )
-    if name.startswith("deepseek_v2"):
-        given = (complex_rotation(forward, positions),)
-    if name == "gpt_oss":
-        given = half_rotation(forward, dtype, positions)
-    if name.startswith("gptj"):
-        given = table_rotation(forward, dtype, positions)
+    embedded = found.embed(forward, outside)
+    given = (*embedded.own.get(forward.kind, ()), *embedded.shared)
     known = [x, *weights.values(), *given]
     saved, start = listen(meter), len(meter.events)
     with meter.with_autocast(autocast):
-        given = given if name in ("bloom", "mpt") else (*given, positions)
         out = found.block(forward, weights, x, given)
     forward.beside.clear()
     kept = saved_bytes(saved, known)

@@ -16,13 +16,13 @@ from memfit.certify import trace
 from memfit.certify.tracing.runs import DEPTH_KEYS
 from memfit.certify.tracing.workspace import RULES
 from memfit.core.units import MIB
-from memfit.families import read_model
+from memfit.families import families_that, read_model
 from memfit.meta import workspace
 from memfit.plan.memory.predicted_memory import predict_flop, predict_memory
 from memfit.plan.step_time.predicted_time import count_work, sum_up
 from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Freeze, Lora, Preference, Quantisation, Regularisation
-from tiny_models import CONFIGS, make_recipe
+from tiny_models import CONFIGS, FAMILIES, make_recipe
 
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
 EXACT = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
@@ -607,6 +607,21 @@ ON_CUDA = {
                   "loss_chunk": 12}
     ),
 }  # fmt: skip
+
+
+def add_others():
+    """Give each family without settings some, on a CPU and on a GPU."""
+    bf16 = {"precision": "bf16", "base_format": "bf16"}
+    within = {name: {"sliding_window": 8} for name in families_that("windows")}
+    for name in sorted({*FAMILIES} - {family for family, _ in SETTINGS.values()}):
+        deep = {"precision": "bf16-mixed", "layers": 9, "recompute_blocks": 4}
+        SETTINGS[f"{name}, mixed, recomputed, deep"] = name, deep
+        SETTINGS[f"{name}, lora, chunked"] = name, {"method": "lora", **bf16, **CHUNKED}
+        SETTINGS[f"{name}, packed"] = name, {"packing": True, **within.get(name, {})}
+        ON_CUDA[f"{name}, bf16"] = name, {**bf16, "layers": 5}
+
+
+add_others()
 
 
 def recipe_of(family, changes):

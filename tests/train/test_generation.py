@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gated_families import SLIDING
 from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.families.capabilities.kv_cache import cache_bytes, layer_caches
@@ -22,12 +23,6 @@ from tiny_models import CONFIGS, FAMILIES, VOCAB, hugging_face, make_built, make
 NEW = 20
 LENGTHS = (5, 12, 3, 9, 1, 7)  # more prompts than slots, so that slots are refilled
 GREEDY = Settings(max_new_tokens=NEW, rows=3, temperature=0)
-SLIDING = {
-    "mistral": {"sliding_window": 5}, "phi3": {"sliding_window": 4},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    "gemma3_text": {"sliding_window": 7}, "gemma2": {"sliding_window": 3},
-    "mixtral": {"sliding_window": 9},
-}  # fmt: skip
 CASES = [*((family, {}) for family in FAMILIES), *SLIDING.items()]
 NAMES = [f"{family}-sliding" if changes else family for family, changes in CASES]
 

@@ -22,7 +22,7 @@ MIRRORS = {
     "unsloth": (
         "llama-", "qwen2-", "qwen2.5-", "qwen3-", "gemma-", "mistral-7b-v0", "mistral-nemo",
         "mistral-large-", "mixtral-", "magistral-", "openhermes-", "deepseek-r1-distill-",
-        "granite-", "gpt-oss-", "olmo-2-",
+        "granite-", "gpt-oss-", "olmo-2-", "olmo-3-",
         "smollm2-", "tinyllama", "kimi-k2-",
     ),
     "nousresearch": ("llama-2-", "llama-3-", "llama-3.1-", "llama-3.2-", "codellama-"),
@@ -57,7 +57,7 @@ UNSUPPORTED = {
     "qwen3.5-": "qwen3_5", "qwen3.6-": "qwen3_5", "qwen3-next-": "qwen3_next",
     "qwen3-coder-next": "qwen3_next", "gemma-4-": "gemma4", "gemma-3n-": "gemma3n",
     "ministral-3-": "ministral3", "mistral-small-3.": "mistral3", "lfm2": "lfm2",
-    "granite-4.": "granitemoehybrid", "llama-4-": "llama4", "olmo-3": "olmo3",
+    "granite-4.": "granitemoehybrid", "llama-4-": "llama4",
     "nvidia-nemotron-": "nemotron_h", "deepseek-v4": "deepseek_v4", "deepseek-v3.2": "deepseek_v32",
     "minimax-m2": "minimax_m2", "glm-4.7-flash": "glm4_moe_lite", "glm-5": "glm_moe_dsa",
     "falcon-mamba": "falcon_mamba", "llama-3_3-nemotron": "nemotron-nas", "exaone-": "exaone",

@@ -8,11 +8,11 @@ from typing import Any, final
 from msgspec.structs import replace
 
 from memfit import meta
-from memfit.core.errors import InvalidRequest
-from memfit.core.system.reading import show
 from memfit.families import Family, families
 from memfit.families.shared.blocks import (
     GEMMA_NORMS,
+    kinds,
+    rotations_by_kind,
     sandwich_block,
     scaled_embedding,
     unit_norm,
@@ -21,11 +21,11 @@ from memfit.families.shared.config import (
     cap,
     cycle,
     flag,
-    layer_types,
     layer_types_config,
+    pattern_of_windows,
     read_decoder,
     refuse,
-    rope,
+    rope_by_kind,
     size,
 )
 from memfit.families.shared.forward import (
@@ -39,7 +39,6 @@ from memfit.families.shared.forward import (
     positions,
     project,
     rotate,
-    rotation,
 )
 from memfit.families.shared.weights import decoder, gated_block, gated_config, rotary_buffers
 from memfit.meta import Tensor
@@ -63,23 +62,20 @@ class Gemma3Text(Family):
         Its class reads `attn_logit_softcapping` and does not apply it.
         """
         refuse(config, "use_bidirectional_attention", (None, False))
-        _check_rotation(config)
+        rope_by_kind(config)
         a = read_decoder(
             config, self.name, kv_heads=4, head_dim=256, positions=131072, tied=True,
             act=("hidden_activation", "gelu_pytorch_tanh"), rotation="read",
         )  # fmt: skip
         bias = flag(config, "attention_bias", False)
-        kinds = layer_types(config, a.layers)
-        if kinds is None:
-            every = size(config, "sliding_window_pattern", 6)
-            kinds = [SLIDING if (layer + 1) % every else "" for layer in range(a.layers)]
+        pattern = pattern_of_windows(config, a.layers, 6)
         return replace(
             a,
             attention_bias=bias,
             output_bias=bias,
             qk_norm=True,
-            sliding_window=size(config, "sliding_window", 4096) if SLIDING in kinds else 0,
-            layer_kinds=cycle(kinds),
+            sliding_window=size(config, "sliding_window", 4096) if SLIDING in pattern else 0,
+            layer_kinds=cycle(pattern),
             logit_cap=cap(config, "final_logit_softcapping", None),
         )
 
@@ -103,14 +99,13 @@ class Gemma3Text(Family):
 
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
         """See `Family.buffers`; the embedding's factor, and frequencies of each kind of block."""
-        return (TensorSpec(shape=()), *rotary_buffers(a) * len(_kinds(a)))
+        return (TensorSpec(shape=()), *rotary_buffers(a) * len(kinds(a)))
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`; each kind of block has cosines and sines of its own."""
         x = scaled_embedding(forward, weights["embed_tokens.weight"])
         position_ids = positions(forward)
-        kinds = _kinds(forward.architecture)
-        turns = {kind: rotation(forward, x.dtype, position_ids) for kind in kinds}
+        turns = rotations_by_kind(forward, x.dtype, position_ids)
         return Embedded(x, (position_ids,), (x,), turns)
 
     def block(
@@ -127,21 +122,6 @@ class Gemma3Text(Family):
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
         return unit_norm(forward, weights["norm.weight"], x, feeds=False)
-
-
-def _kinds(a: Architecture) -> list[str]:
-    """The kinds of block that there are."""
-    return sorted(set(a.layer_kinds)) or [""]
-
-
-def _check_rotation(config: Mapping[str, Any]) -> None:
-    """Both kinds of block must rotate in a way that memfit describes."""
-    parameters = config.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise InvalidRequest(f"`rope_parameters: {show(parameters)}` in config.json is no mapping")
-    nested = {"full_attention", "sliding_attention"} & set(parameters)
-    for part in [parameters[key] for key in nested if parameters[key]] if nested else [parameters]:
-        rope({**config, "rope_parameters": part})
 
 
 @module

@@ -14,11 +14,14 @@ from memfit.families.shared.forward import (
     Rotation,
     Weights,
     activate,
+    attend,
     cut_head,
     gated_mlp,
+    keep,
     module,
     positions,
     project,
+    rotate,
     rotation,
     turn_part,
     unit_of,
@@ -27,6 +30,7 @@ from memfit.families.shared.forward import (
 )
 from memfit.meta import Tensor
 from memfit.meta.layers import lean
+from memfit.records.model import Architecture
 
 GEMMA_NORMS = (
     "input_layernorm",
@@ -34,7 +38,9 @@ GEMMA_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 Norm = Callable[[Forward, Tensor, Tensor], Tensor]
+Rotate = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 Attention = Callable[[Tensor], Tensor]
 
 
@@ -79,7 +85,7 @@ def _normalise(x: Tensor) -> Tensor:
 
 @module
 def wide_norm(forward: Forward, weight: Tensor, x: Tensor, feeds: bool = True) -> Tensor:
-    """RMSNorm that is cast back after its weight is applied (olmo2)."""
+    """RMSNorm that is cast back after its weight is applied (olmo2, olmo3)."""
     if "norm" in forward.lean:
         return lean.rms_norm(x, weight, lean.normalise_wide, feeds=feeds)
     dtype = x.dtype
@@ -143,3 +149,60 @@ def sandwich_block(
     x = mlp(forward, weights, x)
     x = norm(forward, weights[f"{names[3]}.weight"], x)
     return meta.add(residual, x)
+
+
+def post_norm_block(
+    forward: Forward, weights: Weights, x: Tensor, attention: Attention, norm: Norm
+) -> Tensor:
+    """Norms of what attention and feed-forward add, and none before them (olmo2, olmo3)."""
+    residual = x
+    x = attention(x)
+    x = norm(forward, weights[f"{POST_NORMS[0]}.weight"], x)
+    x = meta.add(residual, x)
+    residual = x
+    x = gated_mlp(forward, weights, x)
+    x = norm(forward, weights[f"{POST_NORMS[1]}.weight"], x)
+    return meta.add(residual, x)
+
+
+@module
+def whole_norm_attention(
+    forward: Forward,
+    weights: Weights,
+    x: Tensor,
+    turn: Rotation,
+    norm: Callable[[Forward, Tensor, Tensor, bool], Tensor],
+    rotate: Rotate,
+) -> Tensor:
+    """Attention with a norm over all heads of query and key together (olmo2, olmo3)."""
+    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
+    query = project(forward, weights, "self_attn.q_proj", x)
+    query = norm(forward, weights["self_attn.q_norm.weight"], query, False)
+    key = project(forward, weights, "self_attn.k_proj", x)
+    key = norm(forward, weights["self_attn.k_norm.weight"], key, False)
+    value = project(forward, weights, "self_attn.v_proj", x)
+    query = meta.transpose(meta.view(query, *shape), 1, 2)
+    key = meta.transpose(meta.view(key, *shape), 1, 2)
+    value = meta.transpose(meta.view(value, *shape), 1, 2)
+    query, key = rotate(query, key, turn)
+    key, value = keep(forward, key, value)
+    out = attend(forward, query, key, value)
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
+    out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
+    return out  # noqa: RET504
+
+
+def rotate_wide(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    """Rotation by cosines and sines in fp32, cast back (olmo2, olmo3)."""
+    query_rotated, key_rotated = rotate(query, key, turn)
+    return meta.cast(query_rotated, query.dtype), meta.cast(key_rotated, key.dtype)
+
+
+def rotations_by_kind(forward: Forward, dtype: str, position_ids: Tensor) -> dict[str, Rotation]:
+    """Cosines and sines of each kind of block (gemma3_text, olmo3)."""
+    return {kind: rotation(forward, dtype, position_ids) for kind in kinds(forward.architecture)}
+
+
+def kinds(a: Architecture) -> list[str]:
+    """The kinds of block that there are."""
+    return sorted(set(a.layer_kinds)) or [""]

@@ -120,6 +120,19 @@ def rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
+def rope_by_kind(config: Mapping[str, Any]) -> None:
+    """Refuse a kind of block that rotates in a way that memfit does not describe.
+
+    `rope_parameters` holds the parameters of each kind under its name, or one for all.
+    """
+    parameters = config.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise InvalidRequest(f"`rope_parameters: {show(parameters)}` in config.json is no mapping")
+    nested = {"full_attention", "sliding_attention"} & set(parameters)
+    for part in [parameters[key] for key in nested if parameters[key]] if nested else [parameters]:
+        rope({**config, "rope_parameters": part})
+
+
 def whole_head_rotates(config: Mapping[str, Any]) -> None:
     """Refuse partial rotation where Hugging Face's class rotates the whole head."""
     refuse(config, "partial_rotary_factor", (None, 1, 1.0))
@@ -260,6 +273,20 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:
             f" {layers} layers"
         )
     return [SLIDING if kind == "sliding_attention" else "" for kind in kinds]
+
+
+def pattern_of_windows(
+    config: Mapping[str, Any], layers: int, every: int, key: str = "sliding_window_pattern"
+) -> list[str]:
+    """Blocks' kinds by `layer_types`, or else all within a window but each `every`th one.
+
+    key: what config.json calls another number than `every`, "" where the class reads none.
+    """
+    kinds = layer_types(config, layers)
+    if kinds is not None:
+        return kinds
+    every = size(config, key, every) if key else every
+    return [SLIDING if (layer + 1) % every else "" for layer in range(layers)]
 
 
 def layer_types_config(a: Architecture) -> list[str]:

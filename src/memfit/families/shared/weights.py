@@ -75,6 +75,20 @@ def gated_block(a: Architecture) -> Rows:
     return attention_rows(a) + gated_rows("mlp", a, a.ffn) + norm_rows(a)
 
 
+def whole_norm_rows(a: Architecture) -> Rows:
+    """Llama's projections, and norms over all heads of query and of key together."""
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    norms: Rows = [("self_attn.q_norm.weight", (q,)), ("self_attn.k_norm.weight", (kv,))]
+    return projection_rows(a) + norms
+
+
+def post_norm_weights(a: Architecture, attention: Rows) -> tuple[Weight, ...]:
+    """All weights of a decoder whose two norms a block follow what they norm: olmo2, olmo3."""
+    names = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+    rows = attention + gated_rows("mlp", a, a.ffn)
+    return decoder(a, rows + [(name, (a.hidden,)) for name in names])
+
+
 def gated_weights(a: Architecture) -> tuple[Weight, ...]:
     """All weights of a decoder made of `gated_block`s: llama, mistral, qwen2, qwen3."""
     return decoder(a, gated_block(a))

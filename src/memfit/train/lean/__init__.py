@@ -91,7 +91,7 @@ def _replace_norm(norm: nn.Module, *, feeds: bool) -> None:
     kind: Normalise = normalise
     if name.startswith("Gemma"):
         kind = normalise_unit
-    elif name.startswith("Olmo2"):
+    elif name.startswith(("Olmo2", "Olmo3")):
         kind = normalise_wide
     _replace(norm, partial(_rms_norm, kind=kind, feeds=feeds))
 
