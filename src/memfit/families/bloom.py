@@ -7,7 +7,7 @@ from typing import Any, final
 
 from memfit import meta
 from memfit.core.errors import InvalidRequest
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.alibi import causal_mask, hold_until_next
 from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.config import flag, head_size, refuse, size
@@ -22,6 +22,7 @@ from memfit.families.shared.forward import (
     module,
     project,
 )
+from memfit.families.shared.gated import Decoder
 from memfit.families.shared.weights import Rows, decoder, layer_norm, linear
 from memfit.meta import Tensor
 from memfit.meta.layers import lean
@@ -29,13 +30,15 @@ from memfit.records.model import Architecture, Weight
 
 
 @final
-class Bloom(Family):
+class Bloom(Decoder):
     """LayerNorm, also on the embeddings; a bias by distance; the class's own attention and GELU."""
 
     name = "bloom"
     attention_class = AttentionClass(only_eager=True)
     lora_targets = ("query_key_value",)
     dropouts = ("hidden_dropout", "attention_dropout")
+    norm = staticmethod(apply_layer_norm)
+    last_norm = "ln_f"
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `BloomConfig`.
@@ -118,10 +121,6 @@ class Bloom(Family):
         out = _mlp(forward, weights, normed, attended)
         hold_until_next(forward, chances)
         return out
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "ln_f", x, feeds=False)
 
 
 def _one_of(config: Mapping[str, Any], key: str, other: str) -> str:

@@ -8,26 +8,13 @@ from typing import Any, final
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.config import flag, refuse
-from memfit.families.shared.forward import (
-    Embedded,
-    Forward,
-    Weights,
-    embedding,
-    positions,
-    rms_norm,
-)
+from memfit.families.shared.forward import Embedded, Forward, Weights, embedding, positions
 from memfit.families.shared.grouped_experts import read_groups, route_by_softmax
-from memfit.families.shared.latent import (
-    compressed_targets,
-    latent_architecture,
-    latent_config,
-    latent_weights,
-)
-from memfit.families.shared.latent_forward import complex_rotation, latent_block, rotate_complex
-from memfit.meta import Tensor
-from memfit.records.model import Architecture, Weight
+from memfit.families.shared.latent import latent_architecture, latent_config
+from memfit.families.shared.latent_forward import LatentFamily, complex_rotation, rotate_complex
+from memfit.records.model import Architecture
 
 _DEFAULTS = {
     "max_position_embeddings": 2048, "n_routed_experts": 64, "moe_intermediate_size": 1407,
@@ -37,12 +24,14 @@ _GROUPED = "group_limited_greedy"
 
 
 @final
-class DeepseekV2(Family):
+class DeepseekV2(LatentFamily):
     """Latent attention; softmax scores choose experts within the best groups; one is shared."""
 
     name = "deepseek_v2"
     lora_targets = ("q_b_proj", "kv_b_proj")
     dropouts = ("attention_dropout",)
+    rotate = staticmethod(rotate_complex)
+    route = staticmethod(route_by_softmax)
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `DeepseekV2Config`."""
@@ -70,29 +59,11 @@ class DeepseekV2(Family):
         method = _GROUPED if a.experts.groups > 1 else "greedy"
         return latent_config(a) | {"topk_method": method, "mlp_bias": a.mlp_bias}
 
-    def weights(self, a: Architecture) -> tuple[Weight, ...]:
-        """See `Family.weights`."""
-        return latent_weights(a)
-
-    def default_targets(self, a: Architecture) -> tuple[str, ...]:
-        """See `Family.default_targets`."""
-        return compressed_targets(a, self.lora_targets)
-
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""
         x = embedding(forward, weights["embed_tokens.weight"], forward.input_ids)
         position_ids = positions(forward)
         return Embedded(x, (complex_rotation(forward, position_ids), position_ids), (x,))
-
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        return latent_block(forward, weights, x, shared, rotate_complex, route_by_softmax)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return rms_norm(forward, weights["norm.weight"], x)
 
 
 families.register("deepseek_v2")(DeepseekV2())

@@ -10,20 +10,13 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from memfit.core.errors import InvalidRequest
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.config import refuse
-from memfit.families.shared.forward import Embedded, Forward, Weights, rms_norm, rotary_embed
 from memfit.families.shared.grouped_experts import read_groups, route_by_sigmoid, router_biases
-from memfit.families.shared.latent import (
-    compressed_targets,
-    latent_architecture,
-    latent_config,
-    latent_weights,
-)
-from memfit.families.shared.latent_forward import latent_block, rotate_pairs
+from memfit.families.shared.latent import latent_architecture, latent_config
+from memfit.families.shared.latent_forward import LatentFamily, rotate_pairs
 from memfit.families.shared.weights import rotary_buffers
-from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import Architecture, TensorSpec
 
 _DEFAULTS = {
     "max_position_embeddings": 4096, "n_routed_experts": 256, "num_experts_per_tok": 8,
@@ -33,12 +26,14 @@ _DEFAULTS = {
 
 
 @final
-class DeepseekV3(Family):
+class DeepseekV3(LatentFamily):
     """Latent attention; experts chosen by sigmoid scores with a correction, and a shared one."""
 
     name = "deepseek_v3"
     lora_targets = ("q_b_proj", "kv_b_proj")
     dropouts = ("attention_dropout",)
+    rotate = staticmethod(rotate_pairs)
+    route = staticmethod(route_by_sigmoid)
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `DeepseekV3Config`."""
@@ -58,31 +53,9 @@ class DeepseekV3(Family):
         """See `Family.config`."""
         return latent_config(a) | {"norm_topk_prob": True, "num_nextn_predict_layers": 0}
 
-    def weights(self, a: Architecture) -> tuple[Weight, ...]:
-        """See `Family.weights`."""
-        return latent_weights(a)
-
-    def default_targets(self, a: Architecture) -> tuple[str, ...]:
-        """See `Family.default_targets`."""
-        return compressed_targets(a, self.lora_targets)
-
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
         """See `Family.buffers`."""
         return rotary_buffers(a) + router_biases(a)
-
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return rotary_embed(forward, weights["embed_tokens.weight"])
-
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        return latent_block(forward, weights, x, shared, rotate_pairs, route_by_sigmoid)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return rms_norm(forward, weights["norm.weight"], x)
 
 
 families.register("deepseek_v3")(DeepseekV3())

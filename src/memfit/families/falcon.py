@@ -7,7 +7,7 @@ from typing import Any, final
 
 from memfit import meta
 from memfit.core.errors import InvalidRequest
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.config import (
     activation,
@@ -20,7 +20,6 @@ from memfit.families.shared.config import (
     whole_head_rotates,
 )
 from memfit.families.shared.forward import (
-    Embedded,
     Forward,
     Rotation,
     Weights,
@@ -30,16 +29,16 @@ from memfit.families.shared.forward import (
     module,
     plain_mlp,
     project,
-    rotary_embed,
     rotate,
 )
+from memfit.families.shared.gated import Decoder
 from memfit.families.shared.weights import Rows, decoder, layer_norm, linear
 from memfit.meta import Tensor
 from memfit.records.model import Architecture, Weight
 
 
 @final
-class Falcon(Family):
+class Falcon(Decoder):
     """LayerNorm, rotary positions; one key for all heads (7B), or one for each group (40B).
 
     The architecture with groups is Hugging Face's "new decoder architecture", with two norms by
@@ -53,6 +52,9 @@ class Falcon(Family):
     attention_class = AttentionClass(always_masked=True, one_key=True, narrow_softmax=True)
     lora_targets = ("query_key_value",)
     dropouts = ("attention_dropout", "hidden_dropout")
+    norm = staticmethod(apply_layer_norm)
+    last_norm = "ln_f"
+    table = "word_embeddings"
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `FalconConfig`."""
@@ -135,10 +137,6 @@ class Falcon(Family):
             blocks="h", end=layer_norm("ln_f", width),
         )  # fmt: skip
 
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return rotary_embed(forward, weights["word_embeddings.weight"])
-
     def block(
         self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
@@ -159,10 +157,6 @@ class Falcon(Family):
         if forward.architecture.parallel_residual:
             fed = meta.add_into(fed, attended)
         return meta.add(residual, fed)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "ln_f", x, feeds=False)
 
 
 def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:

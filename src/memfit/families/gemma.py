@@ -7,24 +7,24 @@ from typing import Any, final
 
 from msgspec.structs import replace
 
-from memfit import meta
-from memfit.families import Family, families
-from memfit.families.shared.blocks import scaled_embed, unit_norm
+from memfit.families import families
+from memfit.families.shared.blocks import scaled_embedding, unit_norm
 from memfit.families.shared.config import flag, read_decoder, refuse
-from memfit.families.shared.forward import Embedded, Forward, Weights, gated_attention, gated_mlp
-from memfit.families.shared.weights import gated_config, gated_weights, rotary_buffers
-from memfit.meta import Tensor
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.families.shared.gated import Decoder, by_name
+from memfit.families.shared.weights import gated_config, rotary_buffers
+from memfit.records.model import Architecture, TensorSpec
 
 
 @final
-class Gemma(Family):
+class Gemma(Decoder):
     """Llama's block with wide heads, scaled embeddings and norms in fp32."""
 
     name = "gemma"
     lean = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
+    norm = staticmethod(by_name(unit_norm))
+    embed_rows = staticmethod(scaled_embedding)
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `GemmaConfig`.
@@ -44,34 +44,9 @@ class Gemma(Family):
         """See `Family.config`."""
         return gated_config(a) | {"attention_bias": a.attention_bias}
 
-    def weights(self, a: Architecture) -> tuple[Weight, ...]:
-        """See `Family.weights`."""
-        return gated_weights(a)
-
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
         """See `Family.buffers`; the embedding holds its factor."""
         return (TensorSpec(shape=()), *rotary_buffers(a))
-
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return scaled_embed(forward, weights["embed_tokens.weight"])
-
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        residual = x
-        x = unit_norm(forward, weights["input_layernorm.weight"], x)
-        x = gated_attention(forward, weights, x, (shared[0], shared[1]))
-        x = meta.add(residual, x)
-        residual = x
-        x = unit_norm(forward, weights["post_attention_layernorm.weight"], x)
-        x = gated_mlp(forward, weights, x)
-        return meta.add(residual, x)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return unit_norm(forward, weights["norm.weight"], x, feeds=False)
 
 
 families.register("gemma")(Gemma())

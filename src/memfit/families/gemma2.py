@@ -7,9 +7,9 @@ from typing import Any, final
 
 from msgspec.structs import replace
 
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.attention_class import AttentionClass
-from memfit.families.shared.blocks import GEMMA_NORMS, sandwich_block, scaled_embed, unit_norm
+from memfit.families.shared.blocks import GEMMA_NORMS, scaled_embedding, unit_norm
 from memfit.families.shared.config import (
     cap,
     cycle,
@@ -20,23 +20,23 @@ from memfit.families.shared.config import (
     refuse,
     size,
 )
-from memfit.families.shared.forward import Embedded, Forward, Weights, gated_attention
+from memfit.families.shared.gated import SandwichFamily, by_name
 from memfit.families.shared.weights import decoder, gated_block, gated_config, rotary_buffers
-from memfit.meta import Tensor
 from memfit.records.model import SLIDING, Architecture, TensorSpec, Weight
 
 
 @final
-class Gemma2(Family):
+class Gemma2(SandwichFamily):
     """Norms before and after each part, capped scores and logits; every other block slides."""
 
     name = "gemma2"
-    lean = True
     windows = True
-    norm_after_blocks = True
     attention_class = AttentionClass(only_eager=True)
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
+    norm = staticmethod(by_name(unit_norm))
+    norms = GEMMA_NORMS
+    embed_rows = staticmethod(scaled_embedding)
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Gemma2Config`."""
@@ -81,25 +81,6 @@ class Gemma2(Family):
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
         """See `Family.buffers`; the embedding holds its factor."""
         return (TensorSpec(shape=()), *rotary_buffers(a))
-
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return scaled_embed(forward, weights["embed_tokens.weight"])
-
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        turn = shared[0], shared[1]
-
-        def attention(x: Tensor) -> Tensor:
-            return gated_attention(forward, weights, x, turn)
-
-        return sandwich_block(forward, weights, x, attention, unit_norm, GEMMA_NORMS)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return unit_norm(forward, weights["norm.weight"], x, feeds=False)
 
 
 families.register("gemma2")(Gemma2())

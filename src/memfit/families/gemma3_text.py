@@ -8,15 +8,8 @@ from typing import Any, final
 from msgspec.structs import replace
 
 from memfit import meta
-from memfit.families import Family, families
-from memfit.families.shared.blocks import (
-    GEMMA_NORMS,
-    kinds,
-    rotations_by_kind,
-    sandwich_block,
-    scaled_embedding,
-    unit_norm,
-)
+from memfit.families import families
+from memfit.families.shared.blocks import GEMMA_NORMS, scaled_embedding, unit_norm
 from memfit.families.shared.config import (
     cap,
     cycle,
@@ -29,32 +22,33 @@ from memfit.families.shared.config import (
     size,
 )
 from memfit.families.shared.forward import (
-    Embedded,
     Forward,
     Rotation,
     Weights,
     attend,
     keep,
     module,
-    positions,
     project,
     rotate,
 )
+from memfit.families.shared.gated import SandwichFamily, by_name, kinds
 from memfit.families.shared.weights import decoder, gated_block, gated_config, rotary_buffers
 from memfit.meta import Tensor
 from memfit.records.model import SLIDING, Architecture, TensorSpec, Weight
 
 
 @final
-class Gemma3Text(Family):
+class Gemma3Text(SandwichFamily):
     """Gemma 2's block with norms over heads, no capped scores, and a rotation for each kind."""
 
     name = "gemma3_text"
-    lean = True
     windows = True
-    norm_after_blocks = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
+    norm = staticmethod(by_name(unit_norm))
+    norms = GEMMA_NORMS
+    embed_rows = staticmethod(scaled_embedding)
+    rotates_by_kind = True
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Gemma3TextConfig`.
@@ -101,27 +95,9 @@ class Gemma3Text(Family):
         """See `Family.buffers`; the embedding's factor, and frequencies of each kind of block."""
         return (TensorSpec(shape=()), *rotary_buffers(a) * len(kinds(a)))
 
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`; each kind of block has cosines and sines of its own."""
-        x = scaled_embedding(forward, weights["embed_tokens.weight"])
-        position_ids = positions(forward)
-        turns = rotations_by_kind(forward, x.dtype, position_ids)
-        return Embedded(x, (position_ids,), (x,), turns)
-
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        turn = shared[0], shared[1]
-
-        def attention(x: Tensor) -> Tensor:
-            return _attention(forward, weights, x, turn)
-
-        return sandwich_block(forward, weights, x, attention, unit_norm, GEMMA_NORMS)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return unit_norm(forward, weights["norm.weight"], x, feeds=False)
+    def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+        """See `Decoder.attention`."""
+        return _attention(forward, weights, x, turn)
 
 
 @module

@@ -8,11 +8,10 @@ from typing import Any, final
 from msgspec.structs import replace
 
 from memfit import meta
-from memfit.families import Family, families
-from memfit.families.shared.blocks import fused_gated_mlp, sandwich_block, swap_neighbours
+from memfit.families import families
+from memfit.families.shared.blocks import fused_gated_mlp, swap_neighbours
 from memfit.families.shared.config import flag, fraction_of, read_decoder
 from memfit.families.shared.forward import (
-    Embedded,
     Forward,
     Rotation,
     Weights,
@@ -22,9 +21,8 @@ from memfit.families.shared.forward import (
     keep,
     module,
     project,
-    rms_norm,
-    rotary_embed,
 )
+from memfit.families.shared.gated import SandwichFamily
 from memfit.families.shared.weights import decoder, gated_config, linear, projection_rows
 from memfit.meta import Tensor
 from memfit.records.model import Architecture, Weight
@@ -38,14 +36,13 @@ NORMS = (
 
 
 @final
-class Glm4(Family):
+class Glm4(SandwichFamily):
     """Norms before and after attention and feed-forward; pairs of neighbours are rotated."""
 
     name = "glm4"
-    lean = True
-    norm_after_blocks = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
+    norms = NORMS
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Glm4Config`."""
@@ -70,24 +67,13 @@ class Glm4(Family):
         order = (NORMS[0], NORMS[2], NORMS[1], NORMS[3])
         return decoder(a, rows + [(f"{name}.weight", (a.hidden,)) for name in order])
 
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return rotary_embed(forward, weights["embed_tokens.weight"])
+    def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+        """See `Decoder.attention`."""
+        return _attention(forward, weights, x, turn)
 
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        turn = shared[0], shared[1]
-
-        def attention(x: Tensor) -> Tensor:
-            return _attention(forward, weights, x, turn)
-
-        return sandwich_block(forward, weights, x, attention, rms_norm, NORMS, fused_gated_mlp)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return rms_norm(forward, weights["norm.weight"], x, feeds=False)
+    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Decoder.feed_forward`."""
+        return fused_gated_mlp(forward, weights, x)
 
 
 @module

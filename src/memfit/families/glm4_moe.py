@@ -10,12 +10,7 @@ from msgspec.structs import replace
 from memfit import meta
 from memfit.families import families
 from memfit.families.shared.config import flag, fraction_of, read_decoder, refuse
-from memfit.families.shared.experts import (
-    ExpertFamily,
-    expert_rows,
-    router_rows,
-    sparse_and_shared,
-)
+from memfit.families.shared.experts import ExpertFamily, expert_rows, router_rows, sparse_and_shared
 from memfit.families.shared.forward import (
     Forward,
     Rotation,
@@ -95,11 +90,11 @@ class Glm4Moe(ExpertFamily):
         return rotary_buffers(a) + router_biases(a)
 
     def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
-        """See `ExpertFamily.attention`."""
+        """See `Decoder.attention`."""
         return _attention(forward, weights, x, turn)
 
-    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `ExpertFamily.feed_forward`."""
+    def run(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `ExpertFamily.run`."""
         return sparse_and_shared(forward, weights, x, route_by_sigmoid)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from memfit import meta
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.config import activation, flag, head_size, refuse, size, size_or
 from memfit.families.shared.forward import (
@@ -22,13 +22,14 @@ from memfit.families.shared.forward import (
     positions,
     project,
 )
+from memfit.families.shared.gated import Decoder
 from memfit.families.shared.weights import Rows, decoder, layer_norm
 from memfit.meta import Tensor
 from memfit.records.model import Architecture, Weight
 
 
 @final
-class Gpt2(Family):
+class Gpt2(Decoder):
     """LayerNorm, learned positions, one fused projection for query, key and value."""
 
     name = "gpt2"
@@ -37,6 +38,8 @@ class Gpt2(Family):
     attention_class = AttentionClass(narrow_softmax=True)
     lora_targets = ("c_attn",)
     dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    norm = staticmethod(apply_layer_norm)
+    last_norm = "ln_f"
     ends = True  # positions are learned
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
@@ -106,10 +109,6 @@ class Gpt2(Family):
     ) -> Tensor:
         """See `Family.block`."""
         return _block(forward, weights, x)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "ln_f", x, feeds=False)
 
 
 def _conv1d(name: str, columns: int, rows: int) -> Rows:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from memfit import meta
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.config import (
     activation,
     flag,
@@ -17,7 +17,6 @@ from memfit.families.shared.config import (
     size,
 )
 from memfit.families.shared.forward import (
-    Embedded,
     Forward,
     Rotation,
     Weights,
@@ -27,22 +26,25 @@ from memfit.families.shared.forward import (
     module,
     plain_mlp,
     project,
-    rotary_embed,
     rotate_part,
 )
+from memfit.families.shared.gated import Decoder
 from memfit.families.shared.weights import Rows, decoder, layer_norm, linear
 from memfit.meta import Tensor
 from memfit.records.model import Architecture, Weight
 
 
 @final
-class GptNeox(Family):
+class GptNeox(Decoder):
     """LayerNorm, rotary positions on part of a head, attention and feed-forward side by side."""
 
     name = "gpt_neox"
     lean = True
     lora_targets = ("query_key_value",)
     dropouts = ("attention_dropout", "hidden_dropout", "classifier_dropout")
+    norm = staticmethod(apply_layer_norm)
+    last_norm = "final_layer_norm"
+    table = "embed_in"
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `GPTNeoXConfig`."""
@@ -102,19 +104,11 @@ class GptNeox(Family):
             end=layer_norm("final_layer_norm", width),
         )  # fmt: skip
 
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return rotary_embed(forward, weights["embed_in.weight"])
-
     def block(
         self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         return _block(forward, weights, x, (shared[0], shared[1]))
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "final_layer_norm", x, feeds=False)
 
 
 @module

@@ -10,23 +10,14 @@ from msgspec.structs import replace
 
 from memfit import meta
 from memfit.core.errors import InvalidRequest
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.blocks import wide_norm
 from memfit.families.shared.config import flag, read_decoder, refuse, rope, size
 from memfit.families.shared.experts import Routed, read_experts, run_experts
-from memfit.families.shared.forward import (
-    Embedded,
-    Forward,
-    Weights,
-    embedding,
-    heads,
-    keep,
-    module,
-    positions,
-    project,
-)
-from memfit.families.shared.weights import Rows, decoder, linear
+from memfit.families.shared.forward import Forward, Weights, heads, keep, module, project
+from memfit.families.shared.gated import Decoder, by_name
+from memfit.families.shared.weights import Rows, decoder, gated_config, linear
 from memfit.meta import Tensor
 from memfit.meta.attending.sinks import attend_beside_sinks, attend_with_sinks
 from memfit.meta.attending.slots import Decode, attend_slots
@@ -34,8 +25,19 @@ from memfit.meta.layers import routing
 from memfit.records.model import SLIDING, Architecture, Weight
 
 
+@module
+def half_rotation(forward: Forward, dtype: str, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (batch or 1, tokens, head_dim / 2), without a gradient."""
+    meter, half = forward.meter, forward.architecture.rotary_dim // 2
+    wide = meta.empty(meter, (*position_ids.shape, 1), "float32")
+    angles = meta.empty(meter, (*position_ids.shape, half), "float32")
+    del wide
+    cosines, sines = _scaled(angles), _scaled(angles)
+    return meta.cast(cosines, dtype), meta.cast(sines, dtype)
+
+
 @final
-class GptOss(Family):
+class GptOss(Decoder):
     """Attention with sinks, every other layer within a window; experts with biases."""
 
     name = "gpt_oss"
@@ -43,6 +45,8 @@ class GptOss(Family):
     attention_class = AttentionClass(only_eager=True)
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
+    norm = staticmethod(by_name(wide_norm))
+    rotation = staticmethod(half_rotation)
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `GptOssConfig`."""
@@ -72,35 +76,18 @@ class GptOss(Family):
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""
-        return {
-            "model_type": a.family,
-            "vocab_size": a.vocab,
-            "hidden_size": a.hidden,
-            "intermediate_size": a.ffn,
-            "num_hidden_layers": a.layers,
-            "num_attention_heads": a.heads,
-            "num_key_value_heads": a.kv_heads,
-            "head_dim": a.head_dim,
-            "max_position_embeddings": a.max_sequence,
-            "tie_word_embeddings": a.tied_embeddings,
+        common = gated_config(a)
+        del common["hidden_act"]
+        return common | {
             "attention_bias": a.attention_bias,
             "num_local_experts": a.experts.count,
             "num_experts_per_tok": a.experts.per_token,
             "sliding_window": a.sliding_window,
-            "attention_dropout": 0.0,
-            "use_cache": False,
         }
 
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """See `Family.weights`."""
         return decoder(a, _block(a))
-
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        x = embedding(forward, weights["embed_tokens.weight"], forward.input_ids)
-        position_ids = positions(forward)
-        cosines, sines = half_rotation(forward, x.dtype, position_ids)
-        return Embedded(x, (cosines, sines, position_ids), (x,))
 
     def block(
         self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
@@ -116,10 +103,6 @@ class GptOss(Family):
         x = meta.add(residual, x)
         del shares  # alive until here
         return x
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return wide_norm(forward, weights["norm.weight"], x)
 
 
 def _window(config: Mapping[str, Any], layers: int) -> int:
@@ -150,17 +133,6 @@ def _block(a: Architecture) -> Rows:
     rows += [("input_layernorm.weight", (a.hidden,))]
     rows += [("post_attention_layernorm.weight", (a.hidden,))]
     return rows
-
-
-@module
-def half_rotation(forward: Forward, dtype: str, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (batch or 1, tokens, head_dim / 2), without a gradient."""
-    meter, half = forward.meter, forward.architecture.rotary_dim // 2
-    wide = meta.empty(meter, (*position_ids.shape, 1), "float32")
-    angles = meta.empty(meter, (*position_ids.shape, half), "float32")
-    del wide
-    cosines, sines = _scaled(angles), _scaled(angles)
-    return meta.cast(cosines, dtype), meta.cast(sines, dtype)
 
 
 def _scaled(angles: Tensor) -> Tensor:

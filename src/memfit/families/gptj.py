@@ -7,7 +7,7 @@ from typing import Any, final
 
 from memfit import meta
 from memfit.core.errors import InvalidRequest
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.blocks import swap_neighbours
 from memfit.families.shared.config import (
@@ -20,20 +20,18 @@ from memfit.families.shared.config import (
     size_or,
 )
 from memfit.families.shared.forward import (
-    Embedded,
     Forward,
     Rotation,
     Weights,
     apply_layer_norm,
     attend,
     cut_head,
-    embedding,
     keep,
     module,
     plain_mlp,
-    positions,
     project,
 )
+from memfit.families.shared.gated import Decoder
 from memfit.families.shared.weights import Rows, decoder, layer_norm, linear
 from memfit.meta import Tensor
 from memfit.records.model import Architecture, TensorSpec, Weight
@@ -44,8 +42,17 @@ OTHER_NAMES = {
 }  # fmt: skip
 
 
+@module
+def table_rotation(forward: Forward, dtype: str, position_ids: Tensor) -> Rotation:
+    """Sines and cosines (batch or 1, tokens, rotary_dim / 2): halves of the table's rows."""
+    size = forward.architecture.rotary_dim
+    rows = meta.empty(forward.meter, (*position_ids.shape, size), "float32")
+    sines, cosines = meta.split(meta.cast(rows, dtype), (size // 2, size // 2), 2)
+    return sines, cosines
+
+
 @final
-class GptJ(Family):
+class GptJ(Decoder):
     """LayerNorm, neighbours rotated in part of a head, attention beside the feed-forward."""
 
     name = "gptj"
@@ -53,6 +60,10 @@ class GptJ(Family):
     attention_class = AttentionClass(wide_scores=True)
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    norm = staticmethod(apply_layer_norm)
+    last_norm = "ln_f"
+    table = "wte"
+    rotation = staticmethod(table_rotation)
     ends = True  # the backbone holds a table of all positions
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
@@ -118,13 +129,6 @@ class GptJ(Family):
         """See `Family.buffers`: sines and cosines of every position, once for all blocks."""
         return (TensorSpec(shape=(a.max_sequence, a.rotary_dim)),)
 
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        x = embedding(forward, weights["wte.weight"], forward.input_ids)
-        position_ids = positions(forward)
-        sines, cosines = table_rotation(forward, x.dtype, position_ids)
-        return Embedded(x, (sines, cosines, position_ids), (x,))
-
     def block(
         self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
@@ -134,19 +138,6 @@ class GptJ(Family):
         attended = _attention(forward, weights, x, (shared[0], shared[1]))
         fed = plain_mlp(forward, weights, "mlp.fc_in", "mlp.fc_out", x)
         return meta.add(meta.add(attended, fed), residual)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "ln_f", x, feeds=False)
-
-
-@module
-def table_rotation(forward: Forward, dtype: str, position_ids: Tensor) -> Rotation:
-    """Sines and cosines (batch or 1, tokens, rotary_dim / 2): halves of the table's rows."""
-    size = forward.architecture.rotary_dim
-    rows = meta.empty(forward.meter, (*position_ids.shape, size), "float32")
-    sines, cosines = meta.split(meta.cast(rows, dtype), (size // 2, size // 2), 2)
-    return sines, cosines
 
 
 @module

@@ -8,26 +8,21 @@ from typing import Any, final
 from msgspec.structs import replace
 
 from memfit import meta
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.config import flag, read_decoder
-from memfit.families.shared.forward import (
-    Embedded,
-    Forward,
-    Weights,
-    embedding,
-    gated_attention,
-    gated_mlp,
-    positions,
-    rms_norm,
-    rotation,
-)
-from memfit.families.shared.weights import gated_config, gated_weights
+from memfit.families.shared.forward import Forward, Weights, gated_attention, gated_mlp, rms_norm
+from memfit.families.shared.gated import Decoder, embed_tokens
+from memfit.families.shared.weights import gated_config
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, Weight
+from memfit.records.model import Architecture
+
+
+def _embed(forward: Forward, weight: Tensor) -> Tensor:
+    return meta.scale(embed_tokens(forward, weight))
 
 
 @final
-class Granite(Family):
+class Granite(Decoder):
     """Llama's block; embeddings, residuals and logits are multiplied by numbers.
 
     A number of 1 is multiplied by as well, so the numbers change no memory and are not recorded.
@@ -39,6 +34,7 @@ class Granite(Family):
     scored = False
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
+    embed_rows = staticmethod(_embed)
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `GraniteConfig`."""
@@ -54,18 +50,6 @@ class Granite(Family):
         biases = {"attention_bias": a.attention_bias, "mlp_bias": a.mlp_bias}
         return gated_config(a) | biases
 
-    def weights(self, a: Architecture) -> tuple[Weight, ...]:
-        """See `Family.weights`."""
-        return gated_weights(a)
-
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        x = embedding(forward, weights["embed_tokens.weight"], forward.input_ids)
-        x = meta.scale(x)
-        position_ids = positions(forward)
-        cosines, sines = rotation(forward, x.dtype, position_ids)
-        return Embedded(x, (cosines, sines, position_ids), (x,))
-
     def block(
         self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
@@ -78,10 +62,6 @@ class Granite(Family):
         x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
         x = gated_mlp(forward, weights, x)
         return meta.add(residual, meta.scale(x))
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return rms_norm(forward, weights["norm.weight"], x, feeds=False)
 
 
 families.register("granite")(Granite())

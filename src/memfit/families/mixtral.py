@@ -65,8 +65,8 @@ class Mixtral(ExpertFamily):
         """See `ExpertFamily.rows`."""
         return attention_rows(a) + router_rows(a) + expert_rows(a) + norm_rows(a)
 
-    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `ExpertFamily.feed_forward`: `MixtralSparseMoeBlock`."""
+    def run(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `ExpertFamily.run`: `MixtralSparseMoeBlock`."""
         return sparse(forward, weights, x, _route)
 
 

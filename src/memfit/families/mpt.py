@@ -8,7 +8,7 @@ from typing import Any, final
 from memfit import meta
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import show
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.alibi import causal_mask, hold_until_next
 from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.config import flag, head_size, refuse, refuse_other_names, size
@@ -22,6 +22,7 @@ from memfit.families.shared.forward import (
     module,
     project,
 )
+from memfit.families.shared.gated import Decoder
 from memfit.families.shared.weights import Rows, decoder, linear
 from memfit.meta import Tensor
 from memfit.meta.layers import lean
@@ -43,7 +44,7 @@ OTHER_NAMES = {
 
 
 @final
-class Mpt(Family):
+class Mpt(Decoder):
     """No biases, LayerNorm of a scale alone, a bias by distance, the class's own attention."""
 
     name = "mpt"
@@ -51,6 +52,8 @@ class Mpt(Family):
     attention_class = AttentionClass(only_eager=True)
     lora_targets = ("Wqkv",)
     dropouts = ("resid_pdrop", "emb_pdrop")
+    norm = staticmethod(apply_layer_norm)
+    last_norm = "norm_f"
     ends = True  # the bias is a table of all distances
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
@@ -132,10 +135,6 @@ class Mpt(Family):
         out = _mlp(forward, weights, normed, residual)
         hold_until_next(forward, chances)
         return out
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "norm_f", x, feeds=False)
 
 
 @module

@@ -7,36 +7,30 @@ from typing import Any, final
 
 from msgspec.structs import replace
 
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.blocks import (
-    post_norm_block,
     rotate_wide,
     whole_norm_attention,
     wide_norm,
+    wide_rotation,
 )
 from memfit.families.shared.config import flag, read_decoder
-from memfit.families.shared.forward import (
-    Embedded,
-    Forward,
-    Weights,
-    embedding,
-    positions,
-    rotation,
-)
+from memfit.families.shared.forward import Forward, Rotation, Weights
+from memfit.families.shared.gated import PostNormFamily, by_name
 from memfit.families.shared.weights import gated_config, post_norm_weights, whole_norm_rows
 from memfit.meta import Tensor
 from memfit.records.model import Architecture, Weight
 
 
 @final
-class Olmo2(Family):
+class Olmo2(PostNormFamily):
     """Norms after attention and feed-forward, and over all heads of query and key together."""
 
     name = "olmo2"
-    lean = True
-    norm_after_blocks = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
+    rotation = staticmethod(wide_rotation)
+    norm = staticmethod(by_name(wide_norm))
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Olmo2Config`."""
@@ -52,27 +46,9 @@ class Olmo2(Family):
         """See `Family.weights`."""
         return post_norm_weights(a, whole_norm_rows(a))
 
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`; cosines and sines stay in fp32."""
-        x = embedding(forward, weights["embed_tokens.weight"], forward.input_ids)
-        position_ids = positions(forward)
-        cosines, sines = rotation(forward, "float32", position_ids)
-        return Embedded(x, (cosines, sines, position_ids), (x,))
-
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        turn = shared[0], shared[1]
-
-        def attention(x: Tensor) -> Tensor:
-            return whole_norm_attention(forward, weights, x, turn, wide_norm, rotate_wide)
-
-        return post_norm_block(forward, weights, x, attention, wide_norm)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return wide_norm(forward, weights["norm.weight"], x, feeds=False)
+    def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+        """See `Decoder.attention`."""
+        return whole_norm_attention(forward, weights, x, turn, wide_norm, rotate_wide)
 
 
 families.register("olmo2")(Olmo2())

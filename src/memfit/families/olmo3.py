@@ -7,14 +7,12 @@ from typing import Any, final
 
 from msgspec.structs import replace
 
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.blocks import (
-    kinds,
-    post_norm_block,
     rotate_wide,
-    rotations_by_kind,
     whole_norm_attention,
     wide_norm,
+    wide_rotation,
 )
 from memfit.families.shared.config import (
     cycle,
@@ -25,7 +23,8 @@ from memfit.families.shared.config import (
     rope_by_kind,
     size,
 )
-from memfit.families.shared.forward import Embedded, Forward, Weights, embedding, positions
+from memfit.families.shared.forward import Forward, Rotation, Weights
+from memfit.families.shared.gated import PostNormFamily, by_name, kinds
 from memfit.families.shared.weights import (
     gated_config,
     post_norm_weights,
@@ -37,15 +36,16 @@ from memfit.records.model import SLIDING, Architecture, TensorSpec, Weight
 
 
 @final
-class Olmo3(Family):
+class Olmo3(PostNormFamily):
     """OLMo 2's block; three of four look back over a window, and rotate by angles of their own."""
 
     name = "olmo3"
-    lean = True
     windows = True
-    norm_after_blocks = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
+    rotates_by_kind = True
+    norm = staticmethod(by_name(wide_norm))
+    rotation = staticmethod(wide_rotation)
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `Olmo3Config`."""
@@ -78,27 +78,9 @@ class Olmo3(Family):
         """See `Family.buffers`; frequencies of each kind of block."""
         return rotary_buffers(a) * len(kinds(a))
 
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`; cosines and sines stay in fp32, and each kind has its own."""
-        x = embedding(forward, weights["embed_tokens.weight"], forward.input_ids)
-        position_ids = positions(forward)
-        turns = rotations_by_kind(forward, "float32", position_ids)
-        return Embedded(x, (position_ids,), (x,), turns)
-
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        turn = shared[0], shared[1]
-
-        def attention(x: Tensor) -> Tensor:
-            return whole_norm_attention(forward, weights, x, turn, wide_norm, rotate_wide)
-
-        return post_norm_block(forward, weights, x, attention, wide_norm)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return wide_norm(forward, weights["norm.weight"], x, feeds=False)
+    def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+        """See `Decoder.attention`."""
+        return whole_norm_attention(forward, weights, x, turn, wide_norm, rotate_wide)
 
 
 families.register("olmo3")(Olmo3())

@@ -104,7 +104,7 @@ class Opt(Family):
             outside += [(n, s, "norm") for n, s in layer_norm("final_layer_norm", width)]
         return (
             *(Weight(name=f"model.decoder.{n}", shape=s, part=part) for n, s, part in outside),
-            *repeat("model.decoder.layers", rows, a.layers),
+            *repeat("model.decoder.layers", rows, a),
             *head(a),
         )
 

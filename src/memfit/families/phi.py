@@ -8,36 +8,38 @@ from typing import Any, final
 from msgspec.structs import replace
 
 from memfit import meta
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.config import fraction_of, read_decoder, refuse, size
 from memfit.families.shared.forward import (
-    Embedded,
     Forward,
     Rotation,
     Weights,
     apply_layer_norm,
     attend,
     cut_head,
+    heads,
     keep,
     module,
     plain_mlp,
     project,
-    rotary_embed,
-    turn_part,
+    rotate,
 )
+from memfit.families.shared.gated import Decoder
 from memfit.families.shared.weights import Rows, decoder, gated_config, layer_norm, linear
 from memfit.meta import Tensor
 from memfit.records.model import Architecture, Weight
 
 
 @final
-class Phi(Family):
+class Phi(Decoder):
     """One LayerNorm for attention and feed-forward, side by side; biases everywhere."""
 
     name = "phi"
     lean = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+    norm = staticmethod(apply_layer_norm)
+    last_norm = "final_layernorm"
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `PhiConfig`."""
@@ -71,10 +73,6 @@ class Phi(Family):
         rows += layer_norm("input_layernorm", a.hidden)
         return decoder(a, rows, end=layer_norm("final_layernorm", a.hidden))
 
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return rotary_embed(forward, weights["embed_tokens.weight"])
-
     def block(
         self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
@@ -85,22 +83,18 @@ class Phi(Family):
         fed = plain_mlp(forward, weights, "mlp.fc1", "mlp.fc2", x)
         return meta.add(meta.add(attended, fed), residual)
 
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "final_layernorm", x, feeds=False)
-
 
 @module
 def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
     """The rotated parts stay named until the projection has run."""
     shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
-    query = _heads(forward, weights, "self_attn.q_proj", x, shape)
-    key = _heads(forward, weights, "self_attn.k_proj", x, shape)
-    value = _heads(forward, weights, "self_attn.v_proj", x, shape)
+    query = heads(forward, weights, "self_attn.q_proj", x, shape)
+    key = heads(forward, weights, "self_attn.k_proj", x, shape)
+    value = heads(forward, weights, "self_attn.v_proj", x, shape)
     size = forward.architecture.rotary_dim
     query_part, query_rest = cut_head(query, size)
     key_part, key_rest = cut_head(key, size)
-    query_part, key_part = _rotate(query_part, key_part, turn)
+    query_part, key_part = rotate(query_part, key_part, turn)
     query = meta.concatenate((query_part, query_rest), 3)
     key = meta.concatenate((key_part, key_rest), 3)
     key, value = keep(forward, key, value)
@@ -108,17 +102,6 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.dense", out)  # what went in is let go first
     return out  # noqa: RET504
-
-
-def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
-    cos, sin = meta.unsqueeze(turn[0], 1), meta.unsqueeze(turn[1], 1)
-    query_rotated = turn_part(query, cos, sin)
-    key_rotated = turn_part(key, cos, sin)
-    return query_rotated, key_rotated
-
-
-def _heads(forward: Forward, weights: Weights, name: str, x: Tensor, shape: meta.Shape) -> Tensor:
-    return meta.transpose(meta.view(project(forward, weights, name, x), *shape), 1, 2)
 
 
 families.register("phi")(Phi())

@@ -9,28 +9,18 @@ from msgspec.structs import replace
 
 from memfit import meta
 from memfit.core.errors import InvalidRequest
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.blocks import fused_gated_mlp, rotate_part_by_part
 from memfit.families.shared.config import fraction_of, read_decoder, rope, window
-from memfit.families.shared.forward import (
-    Embedded,
-    Forward,
-    Rotation,
-    Weights,
-    attend,
-    keep,
-    module,
-    project,
-    rms_norm,
-    rotary_embed,
-)
+from memfit.families.shared.forward import Forward, Rotation, Weights, attend, keep, module, project
+from memfit.families.shared.gated import Decoder
 from memfit.families.shared.weights import decoder, gated_config, linear
 from memfit.meta import Tensor
 from memfit.records.model import Architecture, Weight
 
 
 @final
-class Phi3(Family):
+class Phi3(Decoder):
     """Llama's block with one projection for query, key and value and one for gate and up."""
 
     name = "phi3"
@@ -67,26 +57,13 @@ class Phi3(Family):
         rows += [("post_attention_layernorm.weight", (a.hidden,))]
         return decoder(a, rows)
 
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return rotary_embed(forward, weights["embed_tokens.weight"])
+    def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+        """See `Decoder.attention`."""
+        return _attention(forward, weights, x, turn)
 
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        residual = x
-        x = rms_norm(forward, weights["input_layernorm.weight"], x)
-        x = _attention(forward, weights, x, (shared[0], shared[1]))
-        x = meta.add(residual, x)
-        residual = x
-        x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
-        x = fused_gated_mlp(forward, weights, x)
-        return meta.add(residual, x)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return rms_norm(forward, weights["norm.weight"], x, feeds=False)
+    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Decoder.feed_forward`."""
+        return fused_gated_mlp(forward, weights, x)
 
 
 @module

@@ -80,8 +80,8 @@ class Qwen2Moe(ExpertFamily):
         feed_forward += linear("mlp.shared_expert_gate", 1, a.hidden, False)
         return attention_rows(a) + feed_forward + norm_rows(a)
 
-    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `ExpertFamily.feed_forward`."""
+    def run(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `ExpertFamily.run`."""
         return _experts(forward, weights, x)
 
 

@@ -72,8 +72,8 @@ class Qwen3Moe(ExpertFamily):
         """See `ExpertFamily.rows`."""
         return attention_rows(a) + expert_rows(a) + router_rows(a) + norm_rows(a)
 
-    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `ExpertFamily.feed_forward`: `Qwen3MoeSparseMoeBlock`."""
+    def run(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `ExpertFamily.run`: `Qwen3MoeSparseMoeBlock`."""
         return sparse(forward, weights, x, route)
 
 

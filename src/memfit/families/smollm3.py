@@ -9,25 +9,19 @@ from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import show
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.config import cycle, flag, read_decoder, refuse, size
-from memfit.families.shared.forward import (
-    Embedded,
-    Forward,
-    Weights,
-    gated_block,
-    rms_norm,
-    rotary_embed,
-)
-from memfit.families.shared.weights import gated_config, gated_weights
+from memfit.families.shared.forward import Forward, Rotation, Weights, gated_attention
+from memfit.families.shared.gated import Decoder
+from memfit.families.shared.weights import gated_config
 from memfit.meta import Tensor
-from memfit.records.model import Architecture, Weight
+from memfit.records.model import Architecture
 
 UNROTATED = "unrotated"
 
 
 @final
-class SmolLm3(Family):
+class SmolLm3(Decoder):
     """Llama's block; every fourth one does not rotate (NoPE, Kazemnejad et al. 2305.19466)."""
 
     name = "smollm3"
@@ -55,24 +49,10 @@ class SmolLm3(Family):
             "pad_token_id": None,  # the class's own is larger than a small vocabulary
         }
 
-    def weights(self, a: Architecture) -> tuple[Weight, ...]:
-        """See `Family.weights`."""
-        return gated_weights(a)
-
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return rotary_embed(forward, weights["embed_tokens.weight"])
-
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        turn = None if forward.kind == UNROTATED else (shared[0], shared[1])
-        return gated_block(forward, weights, x, turn)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return rms_norm(forward, weights["norm.weight"], x, feeds=False)
+    def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+        """See `Decoder.attention`."""
+        unrotated = forward.kind == UNROTATED
+        return gated_attention(forward, weights, x, None if unrotated else turn)
 
 
 def _kinds(config: Mapping[str, Any], layers: int) -> list[str]:

@@ -8,10 +8,9 @@ from typing import Any, final
 from msgspec.structs import replace
 
 from memfit import meta
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families.shared.config import flag, fraction_of, read_decoder, refuse, size
 from memfit.families.shared.forward import (
-    Embedded,
     Forward,
     Rotation,
     Weights,
@@ -22,9 +21,9 @@ from memfit.families.shared.forward import (
     keep,
     module,
     project,
-    rotary_embed,
-    turn_part,
+    rotate,
 )
+from memfit.families.shared.gated import Decoder
 from memfit.families.shared.weights import (
     decoder,
     gated_config,
@@ -38,7 +37,7 @@ from memfit.records.model import Architecture, Weight
 
 
 @final
-class StableLm(Family):
+class StableLm(Decoder):
     """Llama's block with LayerNorm, rotation of part of a head and, in the 12B, a norm a head."""
 
     name = "stablelm"
@@ -46,6 +45,7 @@ class StableLm(Family):
     hands_on_documents = False
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout", "hidden_dropout")
+    norm = staticmethod(apply_layer_norm)
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `StableLmConfig`."""
@@ -81,10 +81,6 @@ class StableLm(Family):
             rows += layer_norm("post_attention_layernorm", a.hidden)
         return decoder(a, rows, end=layer_norm("norm", a.hidden))
 
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return rotary_embed(forward, weights["embed_tokens.weight"])
-
     def block(
         self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
@@ -103,10 +99,6 @@ class StableLm(Family):
         )
         return meta.add(residual, fed)
 
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "norm", x, feeds=False)
-
 
 @module
 def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
@@ -124,7 +116,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     size = forward.architecture.rotary_dim
     query_part, query_rest = cut_head(query, size)
     key_part, key_rest = cut_head(key, size)
-    query_part, key_part = _rotate(query_part, key_part, turn)
+    query_part, key_part = rotate(query_part, key_part, turn)
     query = meta.concatenate((query_part, query_rest), 3)
     key = meta.concatenate((key_part, key_rest), 3)
     key, value = keep(forward, key, value)
@@ -132,13 +124,6 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     out = meta.reshape(out, *x.shape[:-1], -1)
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
     return out  # noqa: RET504
-
-
-def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
-    cos, sin = meta.unsqueeze(turn[0], 1), meta.unsqueeze(turn[1], 1)
-    query_rotated = turn_part(query, cos, sin)
-    key_rotated = turn_part(key, cos, sin)
-    return query_rotated, key_rotated
 
 
 @module

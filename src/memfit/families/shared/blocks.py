@@ -9,17 +9,14 @@ from collections.abc import Callable
 
 from memfit import meta
 from memfit.families.shared.forward import (
-    Embedded,
     Forward,
     Rotation,
     Weights,
     activate,
     attend,
     cut_head,
-    gated_mlp,
     keep,
     module,
-    positions,
     project,
     rotate,
     rotation,
@@ -30,7 +27,6 @@ from memfit.families.shared.forward import (
 )
 from memfit.meta import Tensor
 from memfit.meta.layers import lean
-from memfit.records.model import Architecture
 
 GEMMA_NORMS = (
     "input_layernorm",
@@ -38,18 +34,7 @@ GEMMA_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
-Norm = Callable[[Forward, Tensor, Tensor], Tensor]
 Rotate = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
-Attention = Callable[[Tensor], Tensor]
-
-
-def scaled_embed(forward: Forward, weight: Tensor) -> Embedded:
-    """As `rotary_embed`, by an embedding that multiplies by the root of its width (gemma)."""
-    x = scaled_embedding(forward, weight)
-    position_ids = positions(forward)
-    cosines, sines = rotation(forward, x.dtype, position_ids)
-    return Embedded(x, (cosines, sines, position_ids), (x,))
 
 
 def scaled_embedding(forward: Forward, weight: Tensor) -> Tensor:
@@ -126,45 +111,6 @@ def swap_neighbours(x: Tensor) -> Tensor:
     return meta.view(joined, *x.shape)
 
 
-def sandwich_block(
-    forward: Forward,
-    weights: Weights,
-    x: Tensor,
-    attention: Attention,
-    norm: Norm,
-    names: tuple[str, str, str, str],
-    mlp: Callable[[Forward, Weights, Tensor], Tensor] = gated_mlp,
-) -> Tensor:
-    """Norms before and after attention and feed-forward (gemma2, gemma3_text, glm4).
-
-    names: of the norms before and after attention, before and after the feed-forward.
-    """
-    residual = x
-    x = norm(forward, weights[f"{names[0]}.weight"], x)
-    x = attention(x)
-    x = norm(forward, weights[f"{names[1]}.weight"], x)
-    x = meta.add(residual, x)
-    residual = x
-    x = norm(forward, weights[f"{names[2]}.weight"], x)
-    x = mlp(forward, weights, x)
-    x = norm(forward, weights[f"{names[3]}.weight"], x)
-    return meta.add(residual, x)
-
-
-def post_norm_block(
-    forward: Forward, weights: Weights, x: Tensor, attention: Attention, norm: Norm
-) -> Tensor:
-    """Norms of what attention and feed-forward add, and none before them (olmo2, olmo3)."""
-    residual = x
-    x = attention(x)
-    x = norm(forward, weights[f"{POST_NORMS[0]}.weight"], x)
-    x = meta.add(residual, x)
-    residual = x
-    x = gated_mlp(forward, weights, x)
-    x = norm(forward, weights[f"{POST_NORMS[1]}.weight"], x)
-    return meta.add(residual, x)
-
-
 @module
 def whole_norm_attention(
     forward: Forward,
@@ -198,11 +144,7 @@ def rotate_wide(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Ten
     return meta.cast(query_rotated, query.dtype), meta.cast(key_rotated, key.dtype)
 
 
-def rotations_by_kind(forward: Forward, dtype: str, position_ids: Tensor) -> dict[str, Rotation]:
-    """Cosines and sines of each kind of block (gemma3_text, olmo3)."""
-    return {kind: rotation(forward, dtype, position_ids) for kind in kinds(forward.architecture)}
-
-
-def kinds(a: Architecture) -> list[str]:
-    """The kinds of block that there are."""
-    return sorted(set(a.layer_kinds)) or [""]
+def wide_rotation(forward: Forward, dtype: str, position_ids: Tensor) -> Rotation:
+    """Cosines and sines in fp32, whatever the embeddings are (olmo2, olmo3)."""
+    del dtype
+    return rotation(forward, "float32", position_ids)

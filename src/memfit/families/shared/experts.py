@@ -15,21 +15,10 @@ from typing import Any, NamedTuple
 
 from memfit import meta
 from memfit.core.errors import InvalidRequest
-from memfit.families import Family
 from memfit.families.shared.config import refuse, size
-from memfit.families.shared.forward import (
-    Embedded,
-    Forward,
-    Rotation,
-    Weights,
-    activate,
-    gated_attention,
-    gated_mlp,
-    module,
-    rms_norm,
-    rotary_embed,
-)
-from memfit.families.shared.weights import Rows, gated_block, head
+from memfit.families.shared.forward import Forward, Weights, activate, gated_mlp, module
+from memfit.families.shared.gated import Decoder
+from memfit.families.shared.weights import Rows, decoder, gated_block
 from memfit.meta import Tensor
 from memfit.meta.distributed.sharding import Dealt, inner_unit
 from memfit.meta.layers import routing
@@ -92,7 +81,7 @@ def router_rows(a: Architecture) -> Rows:
     return [("mlp.gate.weight", (a.experts.count, a.hidden))]
 
 
-class ExpertFamily(Family):
+class ExpertFamily(Decoder):
     """Llama's decoder with experts; a family adds its config, its rows and its feed-forward.
 
     Abstract, as `Family` is: a family implements it once and is final.
@@ -102,51 +91,19 @@ class ExpertFamily(Family):
     def rows(self, a: Architecture) -> Rows:
         """The weights of one block that has experts, in the order of Hugging Face's class."""
 
-    def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
-        """Attention of one block, Llama's unless a family has its own."""
-        return gated_attention(forward, weights, x, turn)
-
     @abstractmethod
-    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    def run(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """The experts of one block: (batch, tokens, hidden) -> the same."""
 
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """See `Family.weights`; the first layers may have a plain feed-forward."""
-        dense, sparse = gated_block(a), self.rows(a)
-        return (
-            Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
-            *(
-                Weight(name=f"model.layers.{layer}.{name}", shape=shape, part="block", layer=layer)
-                for layer in range(a.layers)
-                for name, shape in (dense if layer < a.experts.dense_layers else sparse)
-            ),
-            Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
-            *head(a),
-        )
+        return decoder(a, self.rows(a), first=gated_block(a))
 
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return rotary_embed(forward, weights["embed_tokens.weight"])
-
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        residual = x
-        x = rms_norm(forward, weights["input_layernorm.weight"], x)
-        x = self.attention(forward, weights, x, (shared[0], shared[1]))
-        x = meta.add(residual, x)
-        residual = x
-        x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
+    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Decoder.feed_forward`."""
         if "mlp.experts.gate_up_proj" in weights:
-            x = self.feed_forward(forward, weights, x)
-        else:
-            x = gated_mlp(forward, weights, x)
-        return meta.add(residual, x)
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return rms_norm(forward, weights["norm.weight"], x)
+            return self.run(forward, weights, x)
+        return gated_mlp(forward, weights, x)
 
 
 Routed = tuple[Tensor, Tensor, Tensor]  # the router's logits, shares, chosen experts

@@ -25,17 +25,8 @@ from memfit.meta.layers.dequantised import QUANTISED_DTYPE, Dequantised
 from memfit.meta.layers.dora import rescale
 from memfit.meta.layers.qat import GROUP, round_weight
 from memfit.meta.layers.quantised import Quantised
-from memfit.meta.losses.cross_entropy import (
-    Bends,
-    bent_mean,
-    chunked_sum,
-    cross_entropy_sum,
-)
-from memfit.meta.losses.policy import (
-    TokenLogProbs,
-    chunked_token_log_probs,
-    plain_token_log_probs,
-)
+from memfit.meta.losses.cross_entropy import Bends, bent_mean, chunked_sum, cross_entropy_sum
+from memfit.meta.losses.policy import TokenLogProbs, chunked_token_log_probs, plain_token_log_probs
 from memfit.meta.losses.preference import chunked_log_probs, merge_context, plain_log_probs
 from memfit.meta.losses.scores import at_ends
 from memfit.records.model import Architecture
@@ -529,32 +520,12 @@ def _lean_mlp(forward: Forward, weights: Weights, x: Tensor, name: str) -> Tenso
     return project(forward, weights, f"{name}.down_proj", lean.gated_product(gate, up))
 
 
-def gated_block(forward: Forward, weights: Weights, x: Tensor, turn: Turn) -> Tensor:
-    """One block of llama, mistral, qwen2, qwen3, smollm3."""
-    residual = x
-    x = rms_norm(forward, weights["input_layernorm.weight"], x)
-    x = gated_attention(forward, weights, x, turn)
-    x = meta.add(residual, x)
-    residual = x
-    x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
-    x = gated_mlp(forward, weights, x)
-    return meta.add(residual, x)
-
-
 @module
 def plain_mlp(forward: Forward, weights: Weights, up: str, down: str, x: Tensor) -> Tensor:
     """down(act(up(x)))."""
     x = project(forward, weights, up, x)
     x = activate(forward, x)
     return project(forward, weights, down, x)
-
-
-def rotary_embed(forward: Forward, weight: Tensor) -> Embedded:
-    """Token embeddings; all blocks share cosines, sines and position ids."""
-    x = embedding(forward, weight, forward.input_ids)
-    position_ids = positions(forward)
-    cosines, sines = rotation(forward, x.dtype, position_ids)
-    return Embedded(x, (cosines, sines, position_ids), (x,))
 
 
 def bend_logits(a: Architecture, logits: Tensor) -> Tensor:

@@ -8,7 +8,14 @@ from typing import Any
 from memfit.core.errors import InvalidRequest
 from memfit.families.shared.config import activation, flag, refuse, rope, size
 from memfit.families.shared.experts import expert_rows, router_rows
-from memfit.families.shared.weights import Rows, head, linear
+from memfit.families.shared.weights import (
+    Rows,
+    decoder,
+    gated_config,
+    gated_rows,
+    linear,
+    norm_rows,
+)
 from memfit.records.model import Architecture, Experts, Latent, Weight
 
 
@@ -62,17 +69,9 @@ def _query_rank(config: Mapping[str, Any]) -> int:
 def latent_config(a: Architecture) -> dict[str, Any]:
     """The keys of config.json that both classes read."""
     experts, latent = a.experts, a.latent
-    return {
-        "model_type": a.family,
-        "vocab_size": a.vocab,
-        "hidden_size": a.hidden,
-        "intermediate_size": a.ffn,
-        "num_hidden_layers": a.layers,
-        "num_attention_heads": a.heads,
-        "num_key_value_heads": a.kv_heads,
-        "hidden_act": a.activation,
-        "max_position_embeddings": a.max_sequence,
-        "tie_word_embeddings": a.tied_embeddings,
+    common = gated_config(a)
+    del common["head_dim"]
+    return common | {
         "attention_bias": a.attention_bias,
         "kv_lora_rank": latent.kv_rank,
         "q_lora_rank": latent.query_rank or None,
@@ -86,30 +85,14 @@ def latent_config(a: Architecture) -> dict[str, Any]:
         "first_k_dense_replace": experts.dense_layers,
         "n_group": experts.groups,
         "topk_group": experts.groups_per_token,
-        "attention_dropout": 0.0,
-        "use_cache": False,
     }
 
 
 def latent_weights(a: Architecture) -> tuple[Weight, ...]:
     """All weights: the first layers have a plain feed-forward, the others experts."""
-    rows: list[Weight] = []
-    for layer in range(a.layers):
-        plain = layer < a.experts.dense_layers
-        rows += _numbered(layer, _block(a, _gated("mlp", a.ffn, a) if plain else _experts(a)))
-    return (
-        Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
-        *rows,
-        Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
-        *head(a),
-    )
-
-
-def _numbered(layer: int, rows: Rows) -> list[Weight]:
-    return [
-        Weight(name=f"model.layers.{layer}.{name}", shape=shape, part="block", layer=layer)
-        for name, shape in rows
-    ]
+    experts = expert_rows(a) + router_rows(a)
+    experts += gated_rows("mlp.shared_experts", a, a.experts.shared_ffn)
+    return decoder(a, _block(a, experts), first=_block(a, gated_rows("mlp", a, a.ffn)))
 
 
 def _block(a: Architecture, feed_forward: Rows) -> Rows:
@@ -128,23 +111,4 @@ def _block(a: Architecture, feed_forward: Rows) -> Rows:
     expanded = a.heads * (latent.unrotated + latent.value)
     rows += linear("self_attn.kv_b_proj", expanded, latent.kv_rank, False)
     rows += linear("self_attn.o_proj", a.hidden, a.heads * latent.value, a.output_bias)
-    rows += feed_forward
-    rows += [("input_layernorm.weight", (a.hidden,))]
-    rows += [("post_attention_layernorm.weight", (a.hidden,))]
-    return rows
-
-
-def _gated(name: str, ffn: int, a: Architecture) -> Rows:
-    rows = linear(f"{name}.gate_proj", ffn, a.hidden, a.mlp_bias)
-    rows += linear(f"{name}.up_proj", ffn, a.hidden, a.mlp_bias)
-    return rows + linear(f"{name}.down_proj", a.hidden, ffn, a.mlp_bias)
-
-
-def _experts(a: Architecture) -> Rows:
-    shared = _gated("mlp.shared_experts", a.experts.shared_ffn, a)
-    return expert_rows(a) + router_rows(a) + shared
-
-
-def compressed_targets(a: Architecture, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Query and value projections: a query that is not compressed has one projection only."""
-    return targets if a.latent.query_rank else ("q_proj", *targets[1:])
+    return rows + feed_forward + norm_rows(a)

@@ -6,11 +6,13 @@ Written as Hugging Face's modules are; see `families/shared/forward.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from memfit import meta
-from memfit.families.shared.experts import Router, sparse_and_shared
+from memfit.families.shared.experts import Routed, sparse_and_shared
 from memfit.families.shared.forward import (
     Forward,
+    Rotation,
     Weights,
     attend,
     gated_mlp,
@@ -19,15 +21,18 @@ from memfit.families.shared.forward import (
     project,
     rms_norm,
 )
+from memfit.families.shared.gated import Decoder
+from memfit.families.shared.latent import latent_weights
 from memfit.meta import Tensor
+from memfit.records.model import Architecture, Weight
 
 # query and shared key, both (batch, heads, tokens, rotated) -> the same, rotated
-Rotate = Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor]]
+Rotate = Callable[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]
 
 
-def rotate_pairs(query: Tensor, key: Tensor, shared: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def rotate_pairs(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
     """DeepSeek-V3's: elements 2i and 2i + 1 of a head are rotated together."""
-    cos, sin = _angles(shared[0]), _angles(shared[1])
+    cos, sin = _angles(turn[0]), _angles(turn[1])
     query_even, query_odd = meta.every_other(query), meta.every_other(query)
     key_even, key_odd = meta.every_other(key), meta.every_other(key)
     query_rotated = _turn_pairs(query_even, query_odd, cos, sin)
@@ -62,10 +67,10 @@ def complex_rotation(forward: Forward, position_ids: Tensor) -> Tensor:
     return scaled
 
 
-def rotate_complex(query: Tensor, key: Tensor, shared: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def rotate_complex(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
     """DeepSeek-V2's: the same pairs, as complex numbers in fp32."""
     query_pairs, key_pairs = _pairs(query), _pairs(key)
-    angles = meta.unsqueeze(shared[0], 1)
+    angles = meta.unsqueeze(turn[0], 1)
     query_rotated = _flat(meta.turn(query_pairs, angles), query)
     key_rotated = _flat(meta.turn(key_pairs, angles), key)
     return query_rotated, key_rotated
@@ -83,7 +88,7 @@ def _flat(x: Tensor, like: Tensor) -> Tensor:
 
 @module
 def latent_attention(
-    forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...], rotate: Rotate
+    forward: Forward, weights: Weights, x: Tensor, turn: Rotation, rotate: Rotate
 ) -> Tensor:
     """Keys and values from one compressed vector a token; one rotated key that heads share."""
     a, (batch, tokens, _) = forward.architecture, x.shape
@@ -96,7 +101,7 @@ def latent_attention(
     both = rms_norm(forward, weights["self_attn.kv_a_layernorm.weight"], both)
     both = meta.view(both, batch, 1, tokens, latent.kv_rank)
     key_turned = meta.view(key_turned, batch, 1, tokens, latent.rotated)
-    query_turned, key_turned = rotate(query_turned, key_turned, shared)
+    query_turned, key_turned = rotate(query_turned, key_turned, turn)
     both, key_turned = keep(forward, both, key_turned)
     joined = meta.concatenate((query_plain, query_turned), 3)
     key, value = _expanded(forward, weights, both, key_turned)
@@ -131,23 +136,26 @@ def _expanded(
     return key, value
 
 
-def latent_block(
-    forward: Forward,
-    weights: Weights,
-    x: Tensor,
-    shared: tuple[Tensor, ...],
-    rotate: Rotate,
-    route: Router,
-) -> Tensor:
-    """One block of deepseek_v2 and deepseek_v3, with experts or a plain feed-forward."""
-    residual = x
-    x = rms_norm(forward, weights["input_layernorm.weight"], x)
-    x = latent_attention(forward, weights, x, shared, rotate)
-    x = meta.add(residual, x)
-    residual = x
-    x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
-    if "mlp.gate.weight" in weights:
-        x = sparse_and_shared(forward, weights, x, route)
-    else:
-        x = gated_mlp(forward, weights, x)
-    return meta.add(residual, x)
+class LatentFamily(Decoder):
+    """Latent attention, and a feed-forward of experts beside a shared one, or a plain one."""
+
+    rotate: ClassVar[staticmethod[[Tensor, Tensor, Rotation], tuple[Tensor, Tensor]]]
+    route: ClassVar[staticmethod[[Forward, Weights, Tensor], Routed]]
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        return latent_weights(a)
+
+    def default_targets(self, a: Architecture) -> tuple[str, ...]:
+        """See `Family.default_targets`: a query that is not compressed has one projection only."""
+        return self.lora_targets if a.latent.query_rank else ("q_proj", *self.lora_targets[1:])
+
+    def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+        """See `Decoder.attention`."""
+        return latent_attention(forward, weights, x, turn, self.rotate)
+
+    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Decoder.feed_forward`."""
+        if "mlp.gate.weight" in weights:
+            return sparse_and_shared(forward, weights, x, self.route)
+        return gated_mlp(forward, weights, x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from memfit.records.model import Architecture, TensorSpec, Weight
@@ -21,12 +20,12 @@ def layer_norm(name: str, hidden: int) -> Rows:
     return [(f"{name}.weight", (hidden,)), (f"{name}.bias", (hidden,))]
 
 
-def repeat(prefix: str, rows: Rows, layers: int) -> Iterable[Weight]:
-    """The rows of one block, once a layer."""
+def repeat(prefix: str, rows: Rows, a: Architecture, first: Rows | None = None) -> list[Weight]:
+    """The rows of one block, once a layer; first: of those layers that have no experts."""
     return [
         Weight(name=f"{prefix}.{layer}.{name}", shape=shape, part="block", layer=layer)
-        for layer in range(layers)
-        for name, shape in rows
+        for layer in range(a.layers)
+        for name, shape in (rows if first is None or layer >= a.experts.dense_layers else first)
     ]
 
 
@@ -97,17 +96,18 @@ def gated_weights(a: Architecture) -> tuple[Weight, ...]:
 def decoder(
     a: Architecture, rows: Rows, *,
     root: str = "model", entry: Rows | None = None, blocks: str = "layers", end: Rows | None = None,
+    first: Rows | None = None,
 ) -> tuple[Weight, ...]:  # fmt: skip
     """All weights of a decoder of such blocks.
 
     entry, end: what stands before and behind the blocks; token embeddings, and a norm without a
-    bias, where not named.
+    bias, where not named. first: see `repeat`.
     """
     entry = [("embed_tokens.weight", (a.vocab, a.hidden))] if entry is None else entry
     end = [("norm.weight", (a.hidden,))] if end is None else end
     return (
         *(Weight(name=f"{root}.{name}", shape=shape, part="embedding") for name, shape in entry),
-        *repeat(f"{root}.{blocks}", rows, a.layers),
+        *repeat(f"{root}.{blocks}", rows, a, first),
         *(Weight(name=f"{root}.{name}", shape=shape, part="norm") for name, shape in end),
         *head(a),
     )

@@ -331,7 +331,7 @@ class _Run:
 
 
 def begin_stage(forward: Forward, entered: Tensor) -> Embedded:
-    """What a stage that receives makes before its first block, as `rotary_embed` without tokens."""
+    """What a stage makes that receives: as `Decoder.embed`, without token embeddings."""
     position_ids = positions(forward)
     cosines, sines = rotation(forward, entered.dtype, position_ids)
     return Embedded(entered, (cosines, sines, position_ids), (entered,))
