@@ -89,3 +89,37 @@ def test_what_a_fork_traces_is_what_this_process_traces(order):
         del found[-1]["seconds"]
     assert found[0] == found[1]
     assert found[0]["generation"]["peak_allocated"] > 0
+
+
+def ask(asked):
+    """The words that a fresh process prints when it has imported a step leanly."""
+    code = (
+        "import sys; from memfit.certify.deferred_compiler import defer_compiler\n"
+        "from memfit.certify.lean_imports import CERTIFYING, import_lean\n"
+        "defer_compiler(); import_lean(CERTIFYING, adapters=True)\n"
+        "import torch, transformers\n" + asked
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env=child_environment(),
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def test_what_is_deferred_is_whole_as_soon_as_it_is_asked_for():
+    found = ask(
+        "import transformers.models\n"
+        "print('torch._dynamo.symbolic_convert' in sys.modules)\n"
+        "print(len(transformers.models._class_to_module) > 1000)\n"
+        "print(transformers.MistralConfig.model_type, transformers.models.qwen3.__name__)\n"
+        "print(transformers.models.GemmaConfig.model_type)\n"
+        "print(hasattr(transformers, 'no_such_name'))\n"
+        "print(len(transformers.models._class_to_module) > 1000)\n"
+        "from torch._dynamo.utils import counters  # a part, which imports the whole first\n"
+        "print(torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1)).item())\n"
+        "print(counters['stats']['unique_graphs'], torch._dynamo.config.recompile_limit > 0)\n"
+    )
+    assert found == [
+        "False", "False", "mistral", "transformers.models.qwen3", "gemma", "False", "True",
+        "2.0", "1", "True",
+    ]  # fmt: skip

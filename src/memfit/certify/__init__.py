@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from memfit.certify import cache
+from memfit.certify.deferred_compiler import defer_compiler
 from memfit.certify.lean_imports import CERTIFYING, import_lean
 from memfit.certify.versions import OLDEST_TORCH, release
 from memfit.core.callable_package import make_callable
@@ -239,8 +240,11 @@ def import_step(lines: Sequence[str]) -> None:
     For a fresh process alone. Where a base is quantised by such a package nothing is hidden.
     """
     orders = [from_data(json.loads(text), Order, source="the order to certify") for text in lines]
-    if not any(order.recipe.coding for order in orders):
-        import_lean(CERTIFYING, adapters=any(order.recipe.method in ADAPTED for order in orders))
+    if any(order.recipe.coding for order in orders):
+        return
+    if all(o.recipe.parallel.world == 1 and o.recipe.compile == "none" for o in orders):
+        defer_compiler()
+    import_lean(CERTIFYING, adapters=any(order.recipe.method in ADAPTED for order in orders))
 
 
 def answer_order(text: str, imports: Callable[[], int | None] = lambda: None) -> str:

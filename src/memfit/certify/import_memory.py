@@ -23,6 +23,7 @@ from memfit.certify import cache
 from memfit.certify.lean_imports import import_lean
 from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import NotCertified
+from memfit.core.libraries import scan_models_once
 from memfit.core.system.processes import end_with_parent, name_parent
 from memfit.core.system.streams import answers_alone
 
@@ -41,7 +42,7 @@ def import_for_run(*, adapters: bool, lean: bool) -> None:
     from memfit.train.measure import resident
 
     if lean:
-        import_lean(resident.TRAINING, adapters=adapters)
+        import_lean(resident.TRAINING, adapters=adapters, prepare=scan_models_once)
     else:
         for name in resident.TRAINING:
             import_module(name)

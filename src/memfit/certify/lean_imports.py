@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from memfit.core.libraries import hidden_packages, scan_models_once, uncollected
+from memfit.certify.deferred_lists import defer_lists
+from memfit.core.libraries import hidden_packages, uncollected
 
 # what transformers and peft import where it is installed, and no step here calls through them
 UNUSED = ("bitsandbytes", "torchao", "scipy", "sklearn", "pandas")
@@ -13,13 +14,15 @@ CERTIFYING = ("memfit.certify.evidence.certificate",)  # imports all that traces
 PEFT_ASKS = ("is_bnb_available", "is_bnb_4bit_available", "is_torchao_available")
 
 
-def import_lean(modules: Sequence[str], *, adapters: bool) -> None:
+def import_lean(
+    modules: Sequence[str], *, adapters: bool, prepare: Callable[[], None] = defer_lists
+) -> None:
     """Import these modules, but for packages that no step calls; for a fresh process alone.
 
-    adapters: with what LoRA's step imports.
+    adapters: with what LoRA's step imports. prepare: what is done before anything is imported.
     """
     with uncollected(), hidden_packages(UNUSED):
-        scan_models_once()
+        prepare()
         for module in modules:
             import_module(module)
         if adapters:

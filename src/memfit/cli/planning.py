@@ -422,7 +422,8 @@ def _plan_of(target: str, request: Request, folder: Path | None) -> tuple[Plan, 
 
     if path := api.find_plan(Path(target)):
         return api.read_plan(path), folder or path.parent
-    plan = api.plan_alone(request)  # levers take most of a plan's time, and this screen has its own
+    # what else was considered and levers take most of a plan's time, and this screen has its own
+    plan = api.plan_fitting(request) or api.plan_alone(request)
     if folder or plan.memory.verdict == "does_not_fit":  # written, or shown, whole
         plan = api.plan(request)
     return plan, folder
