@@ -73,7 +73,6 @@ class Meter:
         self.on_product: Callable[[], None] | None = None  # told once of the next matrix product
         # told of each weight whose gradient is whole
         self.on_gradient: Callable[[Tensor], None] | None = None
-        self.flop = 0  # of matrix products and attention so far
         self.events: list[int] = []  # i: storage i was born; ~i: it died
         self.requested: list[int] = []  # bytes of each storage
         self.copies = 1  # what is made now stands for so many, one made after the other
@@ -146,12 +145,11 @@ class Meter:
         finally:
             self.graph = before
 
-    def count_product(self, flop: int) -> None:
+    def begin_product(self) -> None:
         """A matrix product is about to run."""
         if self.on_product is not None:
             callback, self.on_product = self.on_product, None
             callback()
-        self.flop += flop * self.copies
 
     @contextmanager
     def standing_for(self, copies: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Matrix products: where the FLOPs are."""
+"""Matrix products."""
 
 from __future__ import annotations
 
@@ -132,9 +132,8 @@ def multiply_heads(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _batched_product(a: Tensor, b: Tensor) -> Tensor:
-    (n, m, k), p = a.shape, b.shape[2]
-    a.meter.count_product(2 * n * m * k * p)
-    return empty(a.meter, (n, m, p), a.dtype)
+    a.meter.begin_product()
+    return empty(a.meter, (*a.shape[:2], b.shape[2]), a.dtype)
 
 
 def _swap(x: Tensor) -> Tensor:
@@ -143,9 +142,8 @@ def _swap(x: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    (m, k), n = a.shape, b.shape[1]
-    a.meter.count_product(2 * m * k * n)
-    return empty(a.meter, (m, n), a.dtype)
+    a.meter.begin_product()
+    return empty(a.meter, (a.shape[0], b.shape[1]), a.dtype)
 
 
 def _by_column(b: Tensor) -> bool:

@@ -416,7 +416,7 @@ def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tenso
         )  # fmt: skip
         return meta.transpose(out, 1, 2)
     if forward.starts is not None:
-        return meta.end_to_end(query, key, value, forward.starts, forward.documents)
+        return meta.end_to_end(query, key, value, forward.starts)
     if forward.ring is not None:
         return meta.transpose(ring_attention(query, key, value, forward.ring), 1, 2)
     a, width = forward.architecture, value.shape[-1]

@@ -171,14 +171,6 @@ def _present(band: Tensor | None) -> tuple[Tensor, ...]:
     return () if band is None else (band,)
 
 
-def _count(query: Tensor, key: Tensor, value: Tensor, with_keys: int, with_values: int) -> None:
-    """FLOP of causal attention: half of a dense (tokens x tokens) matrix for each product."""
-    batch, heads, tokens, size = query.shape
-    width = with_keys * size + with_values * value.shape[-1]
-    flop = width * batch * heads * tokens * key.shape[2]
-    query.meter.flop += flop * query.meter.copies
-
-
 def _save_results(node: Node | None, meter: Meter, run: Callable[[], tuple[Tensor, ...]]) -> Tensor:
     """The first result of a kernel, which saves all of them beside its inputs."""
     out, *extra = must_save(meter, run)
@@ -197,7 +189,6 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Te
     node = record(_flash_backward, (query, key, value), (query, key, value, *_present(band)))
 
     def run() -> tuple[Tensor, ...]:
-        _count(query, key, value, 1, 1)
         made = (like(query), empty(meter, query.shape[:3], "float32"))
         state = (empty(meter, (2,), "int64"), empty(meter, (), "int64")) if meter.cuda else ()
         return (*made, *state)
@@ -209,7 +200,6 @@ def _flash_backward(node: Node, grads: Incoming) -> Gradients:
     grad = upstream(grads)
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
-    _count(query, key, value, 3, 2)
     inside = None
     if grad.meter.cuda:
         width = DTYPE_BYTES[query.dtype]
@@ -231,7 +221,6 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -
     padded = -(-tokens // 32) * 32 if node is not None else 0
 
     def run() -> tuple[Tensor, ...]:
-        _count(query, key, value, 1, 1)
         width = DTYPE_BYTES[query.dtype]
         inside = workspace(meter, efficient_forward(query.shape, value.shape[-1], width))
         made = (by_token(query, value.shape[-1]), empty(meter, (batch, heads, padded), "float32"))
@@ -245,7 +234,6 @@ def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
     grad = upstream(grads)
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
-    _count(query, key, value, 3, 2)
     width = DTYPE_BYTES[query.dtype]
     inside = workspace(
         query.meter, efficient_backward(query.shape, value.shape[-1], grad.numel, width)
@@ -261,7 +249,6 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Te
     node = record(_cudnn_backward, (query, key, value), (query, key, value, *_present(band)))
 
     def run() -> tuple[Tensor, ...]:
-        _count(query, key, value, 1, 1)
         made = (like(query), empty(meter, (*query.shape[:3], 1), "float32"))
         return (*made, empty(meter, (), "int64"), empty(meter, (), "int64"))
 
@@ -272,7 +259,6 @@ def _cudnn_backward(node: Node, grads: Incoming) -> Gradients:
     upstream(grads)
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
-    _count(query, key, value, 3, 2)
     inside = workspace(query.meter, cudnn_backward(query.shape, key.shape))
     made = [like(x) for x in (query, key, value)]
     del inside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit.meta.autograd import Gradients, Node, Rule, must_save, record
+from memfit.meta.autograd import Gradients, Node, must_save, record
 from memfit.meta.elementwise import Incoming, attach, autocast_lower, like, upstream
 from memfit.meta.tensor import Tensor, empty, workspace
 from memfit.meta.views import narrow, pad_last, reshape, transpose
@@ -21,9 +21,7 @@ def make_starts(like: Tensor, documents: Sequence[int] | None) -> Tensor:
     return empty(like.meter, (count + 1,), "int32")
 
 
-def end_to_end(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, documents: Sequence[int] | None
-) -> Tensor:
+def end_to_end(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
     """`varlen_attn`: (batch, heads, tokens, size), key and value grouped -> (batch, tokens, heads,
     the value's size)."""
     rows, heads, tokens, size = query.shape
@@ -31,8 +29,7 @@ def end_to_end(
     if width < size:
         value = pad_last(value, size - width)
     query, key, value = (_flat(autocast_lower(x)) for x in (query, key, value))
-    squares = sum(n * n for n in documents or (tokens,))
-    out = _run(query, key, value, starts, rows * squares)
+    out = _run(query, key, value, starts)
     if width < size:
         out = narrow(out, 2, 0, width)
     return reshape(out, rows, tokens, heads, width)
@@ -44,17 +41,14 @@ def _flat(x: Tensor) -> Tensor:
     return reshape(transpose(x, 1, 2), rows * tokens, heads, size)
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, squares: int) -> Tensor:
+def _run(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
     """The operator: saves its inputs, the starts twice, its result, a row of log-sums for each
     head and a state of the random generator that it does not use.
-
-    squares: of documents' lengths, summed; causal attention's FLOP are half of them.
     """
     meter = query.meter
-    node = record(_backward(squares), (query, key, value))
+    node = record(_backward, (query, key, value))
 
     def run() -> tuple[Tensor, ...]:
-        _count(query, squares, 2)
         sums = empty(meter, (query.shape[1], query.shape[0]), "float32")
         return like(query), sums, empty(meter, (2,), "int64")
 
@@ -66,26 +60,17 @@ def _run(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, squares: int
     return out
 
 
-def _count(query: Tensor, squares: int, products: int) -> None:
-    _, heads, size = query.shape
-    query.meter.flop += products * size * heads * squares * query.meter.copies
-
-
-def _backward(squares: int) -> Rule:
-    def rule(node: Node, grads: Incoming) -> Gradients:
-        out = upstream(grads)
-        meter = out.meter
-        tokens, heads, _ = out.shape
-        # autograd gives a gradient of zeros to what nobody derives by
-        zeros = empty(meter, (heads, tokens), "float32"), empty(meter, (2,), "int64")
-        unpacked = [node.unpack(i) for i in range(len(node.saved))]
-        query, key, value, starts = unpacked[:4]
-        _count(query, squares, 5)
-        documents = starts.shape[0] - 1
-        width = DTYPE_BYTES[query.dtype]
-        inside = workspace(meter, varlen_backward(query.shape, key.shape, documents, width))
-        made = [like(x) for x in (query, key, value)]
-        del inside, zeros
-        return made
-
-    return rule
+def _backward(node: Node, grads: Incoming) -> Gradients:
+    out = upstream(grads)
+    meter = out.meter
+    tokens, heads, _ = out.shape
+    # autograd gives a gradient of zeros to what nobody derives by
+    zeros = empty(meter, (heads, tokens), "float32"), empty(meter, (2,), "int64")
+    unpacked = [node.unpack(i) for i in range(len(node.saved))]
+    query, key, value, starts = unpacked[:4]
+    documents = starts.shape[0] - 1
+    width = DTYPE_BYTES[query.dtype]
+    inside = workspace(meter, varlen_backward(query.shape, key.shape, documents, width))
+    made = [like(x) for x in (query, key, value)]
+    del inside, zeros
+    return made

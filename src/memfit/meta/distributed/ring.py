@@ -60,7 +60,6 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> _Part:
         if 0 < i < ring.ranks - 1:
             _join(key, value)  # and not sent
         partial = i > ring.place
-        _count(query, 2)
         if i == 0:
             q, k, v = query, key, value
         elif not partial:
@@ -99,13 +98,6 @@ def _call(query: Tensor, key: Tensor, value: Tensor) -> _Part:
     out, sums = like(query), empty(meter, query.shape[:3], WIDE)
     random = (empty(meter, (2,), "int64"), empty(meter, (), "int64")) if meter.cuda else ()
     return _Part(out, sums, random)
-
-
-def _count(query: Tensor, products: int) -> None:
-    """FLOP of one call: half of the scores of a rank's tokens with those of one."""
-    batch, heads, tokens, size = query.shape
-    flop = products * size * batch * heads * tokens * tokens
-    query.meter.flop += flop * query.meter.copies
 
 
 def _merge(
@@ -162,7 +154,6 @@ def _gradients(tensors: list[Tensor], ring: Ring) -> Gradients:
         if 0 < i < ring.ranks - 1:
             next_kv = _join(key, value)
         partial = i > ring.place
-        _count(query, 5)
         q, k, v = query, key, value
         if partial:
             q, lse = _half(query), empty(meter, _halved(sums), WIDE)

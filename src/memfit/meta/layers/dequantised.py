@@ -44,7 +44,7 @@ def quantised_linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Dequan
     del saved
     dense = _dense(x, weight.shape, how)
     result = empty(x.meter, (*x.shape[:-1], weight.shape[0]), x.dtype)
-    x.meter.count_product(2 * x.numel * weight.shape[0])
+    x.meter.begin_product()
     del dense, bias
     return attach(node, result)
 
@@ -60,7 +60,7 @@ def _quantised_backward(how: Dequantised, shape: tuple[int, ...], saved: Tensor 
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
         dense = _dense(grad, shape, how) if attribute else grad
-        grad.meter.count_product(2 * grad.numel * shape[1])
+        grad.meter.begin_product()
         made = empty(grad.meter, (*grad.shape[:-1], shape[1]), grad.dtype)
         del dense
         return (made,)
@@ -77,7 +77,7 @@ def _quantised_linear_8(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     codes = empty(x.meter, x.shape, "int8")
     sums = empty(x.meter, (*x.shape[:-1], weight.shape[0]), "int32")
     result = empty(x.meter, sums.shape, x.dtype)
-    x.meter.count_product(2 * x.numel * weight.shape[0])
+    x.meter.begin_product()
     del codes, sums, bias
     return attach(node, result)
 
@@ -87,7 +87,7 @@ def _quantised_backward_8(shape: tuple[int, ...]) -> Rule:
         grad = upstream(grads)
         node.unpack(0)
         dense = empty(grad.meter, shape, grad.dtype)
-        grad.meter.count_product(2 * grad.numel * shape[1])
+        grad.meter.begin_product()
         made = empty(grad.meter, (*grad.shape[:-1], shape[1]), grad.dtype)
         del dense
         return (made,)

@@ -55,7 +55,6 @@ class Quantised(NamedTuple):
         else:
             dense = self._make_dense(meter, shape, x.dtype)
         result = empty(meter, (x.shape[0], shape[0]), x.dtype)
-        meter.flop += 2 * x.numel * shape[0] * meter.copies  # the library's own kernel
         del dense
         return attach(node, result)
 
@@ -76,7 +75,6 @@ class Quantised(NamedTuple):
         inside = workspace(meter, needed)
         result = empty(meter, (tokens, rows), x.dtype)
         dense = empty(meter, (tokens, outliers), x.dtype) if self.outliers else None
-        meter.flop += 2 * tokens * columns * rows * meter.copies  # cuBLASLt's
         del inside, codes, scales, which, dense
         return attach(node, result)
 
@@ -86,7 +84,7 @@ class Quantised(NamedTuple):
         def rule(node: Node, grads: Incoming) -> Gradients:
             grad = upstream(grads)
             dense = self._make_dense(grad.meter, shape, dtype)
-            grad.meter.count_product(2 * grad.numel * shape[1])
+            grad.meter.begin_product()
             made = empty(grad.meter, (grad.shape[0], shape[1]), dtype)
             del dense
             return (made,)

@@ -241,15 +241,14 @@ def _grouped_backward(by_column: bool) -> Rule:
 
 
 def _grouped_rows(x: Tensor, weight: Tensor) -> Tensor:
-    (rows, k), n = x.shape, weight.shape[2]
-    x.meter.count_product(2 * rows * k * n)
-    return empty(x.meter, (rows, n), x.dtype)
+    x.meter.begin_product()
+    return empty(x.meter, (x.shape[0], weight.shape[2]), x.dtype)
 
 
 def _grouped_weights(grad: Tensor, x: Tensor, groups: int, by_column: bool) -> Tensor:
     """(groups, k, n), column after column where the weights are: transposed ones."""
-    (rows, n), k = grad.shape, x.shape[1]
-    grad.meter.count_product(2 * rows * k * n)
+    n, k = grad.shape[1], x.shape[1]
+    grad.meter.begin_product()
     if not by_column:
         return empty(grad.meter, (groups, k, n), grad.dtype)
     product = empty(grad.meter, (groups, n, k), grad.dtype)

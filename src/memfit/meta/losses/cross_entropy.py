@@ -111,7 +111,7 @@ def _losses_alone(hidden: Tensor, weight: Tensor, compute: str, chunk: int) -> T
     total = empty(meter, (), "float32")
     with meter.with_autocast(False):
         low = cast(weight, compute)
-        meter.count_product(2 * tokens * vocab * width)
+        meter.begin_product()
         for rows in chunk_sizes(meter, tokens, chunk):
             piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
             logits = empty(meter, (rows, vocab), piece.dtype)
@@ -150,8 +150,7 @@ def chunk_gradients(
 
     Those between the second and the last allocate and free what the second does: they only count.
     """
-    tokens, vocab = hidden.shape[0], weight.shape[0]
-    meter, width = hidden.meter, hidden.shape[1]
+    meter, (tokens, width) = hidden.meter, hidden.shape
     low = cast(weight, compute)
     total: Tensor | None = None
     chunks = -(-tokens // chunk)
@@ -161,8 +160,7 @@ def chunk_gradients(
         rows = tokens - (chunks - 1) * chunk if last else chunk
         piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
         if index == 0:  # those of all chunks; the first one may be the first of a backward
-            products = 1 + node.needs(0) + node.needs(1)
-            meter.count_product(2 * tokens * vocab * width * products)
+            meter.begin_product()
         loss, slope = _slope(piece, low, capped, bends)  # that loss stays until the next chunk's
         slope = cast(slope, compute)
         if node.needs(0):

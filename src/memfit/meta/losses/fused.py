@@ -48,20 +48,16 @@ def liger_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         if casts:
             del logits
             logits = _lowered(hidden, weight, rows, low)
-        meter.count_product(2 * rows * vocab * width)
+        meter.begin_product()
         if casts and (cast_weight is None or not trained):
             del cast_weight
             cast_weight = like(weight, dtype=low) if weight.dtype != low else None
-        if node is not None:
-            meter.count_product(2 * rows * vocab * width)
-            if casts:
-                empty(meter, (rows, width), low)
+        if node is not None and casts:
+            empty(meter, (rows, width), low)
         if not trained:
             cast_weight = None
-        if trained:
-            meter.count_product(2 * rows * vocab * width)
-            if casts:
-                empty(meter, (rows, width), low)
+        if trained and casts:
+            empty(meter, (rows, width), low)
     del logits, mask, cast_weight
     total = empty(meter, (), "float32")
     del losses
@@ -99,7 +95,7 @@ def cut_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     means = empty(meter, (vocab,), "float32")
     del locks
     picked = empty(meter, (count,), "float32")
-    meter.count_product(2 * hidden.numel * vocab)
+    meter.begin_product()
     node = record(_cut_backward, (hidden, weight), (hidden, weight))
     total = attach(node, empty(meter, (), "float32"))
     del picked
@@ -119,6 +115,6 @@ def _cut_backward(node: Node, grads: Incoming) -> Gradients:
     locks = [empty(meter, (-(-tokens // 128), blocks), "int32")]
     if d_weight is not None:
         locks.append(empty(meter, (-(-vocab // 128), blocks), "int32"))
-    meter.count_product(2 * tokens * vocab * width * (1 + node.needs(0) + node.needs(1)))
+    meter.begin_product()
     del order, locks
     return d_hidden, d_weight

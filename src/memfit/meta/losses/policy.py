@@ -79,7 +79,7 @@ def _by_chunks(flat: Tensor, weight: Tensor, compute: str, chunk: int) -> tuple[
     meter, (tokens, width), vocab = flat.meter, flat.shape, weight.shape[0]
     losses, entropy = (empty(meter, (tokens,), "float32") for _ in range(2))
     low = cast(weight, compute)
-    meter.count_product(2 * tokens * vocab * width)
+    meter.begin_product()
     for rows in chunk_sizes(meter, tokens, chunk):
         piece = cast(flat.viewed((rows, width), flat.strides), compute)
         logits = empty(meter, (rows, vocab), piece.dtype)

@@ -110,7 +110,7 @@ def _by_chunks(
     meter, (tokens, width), vocab = flat.meter, flat.shape, weight.shape[0]
     losses = empty(meter, (tokens,), "float32")
     low = cast(weight, compute)
-    meter.count_product(2 * tokens * vocab * width)
+    meter.begin_product()
     for rows in chunk_sizes(meter, tokens, chunk):
         piece = cast(flat.viewed((rows, width), flat.strides), compute)
         logits = empty(meter, (rows, vocab), piece.dtype)

@@ -79,11 +79,11 @@ def _summed(x: Tensor) -> Tensor:
 
 def _log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> list[Tensor]:
     """(count, width) -> log-probabilities and entropies, fp32, and a truth: each (count)."""
-    meter, (count, width), vocab = hidden.meter, hidden.shape, weight.shape[0]
+    meter, count = hidden.meter, hidden.shape[0]
     compute = meter.low if meter.autocast else hidden.dtype
     sums = [empty(meter, (count,), "float32") for _ in range(STATISTICS)]
     tile = empty(meter, (_least(count), COLUMNS), compute)
-    meter.count_product(2 * count * vocab * width)
+    meter.begin_product()
     held = _run_tiles(hidden, weight, bias, compute, keeps=False)
     largest = like(sums[0])
     totals = like(largest)
@@ -129,8 +129,7 @@ def _log_probs_backward(compute: str) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         hidden, weight = node.unpack(0), node.unpack(1)
         bias = None if node.saved[2] is None else node.unpack(2)
-        products = 1 + node.needs(0) + node.needs(1)
-        hidden.meter.count_product(2 * hidden.shape[0] * weight.numel * products)
+        hidden.meter.begin_product()
         summed = [
             like(x.detached(), dtype="float32") if x is not None and node.needs(i) else None
             for i, x in enumerate((hidden, weight, bias))

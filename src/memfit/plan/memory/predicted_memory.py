@@ -209,17 +209,6 @@ def _peaks(model: Model, recipe: Recipe, device: Device, rank: int) -> dict[Phas
     return {phase: parts for phase, (_, parts) in step.level.peaks.items()}
 
 
-def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
-    """FLOP of matrix products and attention of one optimizer step, recomputation included."""
-    outline = find_outline(model, recipe, device)
-    passes, stages = outline.passes(recipe), outline.setting.stages
-    if stages is None:
-        return passes[0].flop(outline.counts) * recipe.accumulation
-    first = [p for p, piece in zip(passes[1:-1], stages.order, strict=True) if not piece[2]]
-    before = passes[0]  # what answers are compared with
-    return sum(piece.flop(outline.counts) for piece in (before, *first)) * recipe.accumulation
-
-
 def describe(
     model: Model, recipe: Recipe, device: Device, rank: int = 0, *, shortened: bool = True
 ) -> tuple[Setting, list[Repeat]]:

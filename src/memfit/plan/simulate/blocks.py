@@ -303,11 +303,11 @@ class Simulation:
     def product_begins(self) -> None:
         """The first product of a backward ends one segment and begins another."""
         name = f"{self.marks[-1][0]}{AFTER_PRODUCT}"
-        self.marks.append(Mark(name, len(self.meter.events), self.meter.flop))
+        self.marks.append(Mark(name, len(self.meter.events)))
 
     def mark(self, name: str, owner: str) -> None:
         """Begin a segment, and name the component that runs."""
-        self.marks.append(Mark(name, len(self.meter.events), self.meter.flop))
+        self.marks.append(Mark(name, len(self.meter.events)))
         self.meter.owner = owner
 
     def make_batch(self, *, of_values: bool = False) -> Inputs:

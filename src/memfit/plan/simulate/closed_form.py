@@ -50,7 +50,6 @@ class Stretch(NamedTuple):
 
     net: tuple[tuple[Part, int], ...]
     instants: tuple[Instant, ...]  # in the order of time
-    flop: int
 
 
 class Named(NamedTuple):
@@ -162,7 +161,7 @@ class ClosedForm:
         self.forms: dict[Form, int] = {}
         self.stretches: dict[Stretch, int] = {}
         self._made: dict[tuple[Number, Number], tuple[int, Pairs, Pairs]] = {}
-        self._followed: dict[tuple[tuple[Step, ...], Number], Stretch] = {}
+        self._followed: dict[tuple[Step, ...], Stretch] = {}
         self.passes = [self._cut(recording, marks) for marks in recording.passes]
         self._made.clear()  # only while cutting
         self._followed.clear()
@@ -211,13 +210,12 @@ class ClosedForm:
             else (-1, requested[~i], counts[~i], kinds[~i], owners[~i])
             for i in meter.events[mark.event : until.event]
         )
-        flop = until.flop - mark.flop
-        found = self._followed.get((steps, flop))
+        found = self._followed.get(steps)
         if found is None:
-            found = self._followed[steps, flop] = self._follow(steps, flop, cuda=meter.cuda)
+            found = self._followed[steps] = self._follow(steps, cuda=meter.cuda)
         return found
 
-    def _follow(self, steps: tuple[Step, ...], flop: Number, *, cuda: bool) -> Stretch:
+    def _follow(self, steps: tuple[Step, ...], *, cuda: bool) -> Stretch:
         """What they add, and the instants that can be highest."""
         level: Vector = {}
         parts: ByPart = {}
@@ -240,8 +238,7 @@ class ClosedForm:
         instants = tuple(
             Instant(self._form(level), self._by_part(parts)) for _, level, parts in candidates
         )  # fmt: skip
-        computed = dict(self.basis.tensor(flop))
-        return Stretch(self._by_part(parts), instants, self._form(computed))
+        return Stretch(self._by_part(parts), instants)
 
     def _storage(self, nbytes: Number, count: Number, *, cuda: bool) -> tuple[int, Pairs, Pairs]:
         """Its bytes in the example; in the basis; and what its blocks are larger."""
@@ -281,9 +278,9 @@ class ClosedForm:
         return tuple((part, self._form(vector)) for part, vector in vectors.items())
 
 
-def _fill(stretch: Stretch, amounts: list[int]) -> tuple[Parts, int, Parts, int]:
+def _fill(stretch: Stretch, amounts: list[int]) -> tuple[Parts, int, Parts]:
     """A segment without its name, at the highest of its instants (the first of equal ones)."""
     highest = max(stretch.instants, key=lambda instant: amounts[instant.rise])
     net = {part: amounts[form] for part, form in stretch.net}
     top = {part: amounts[form] for part, form in highest.top}
-    return net, amounts[highest.rise], top, amounts[stretch.flop]
+    return net, amounts[highest.rise], top

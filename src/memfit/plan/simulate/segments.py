@@ -20,7 +20,6 @@ class Segment(msgspec.Struct):
     net: Parts
     rise: int  # bytes of tensors at the highest point, above the start
     top: Parts  # the parts of that rise
-    flop: int  # of matrix products and attention
 
 
 class Passes(msgspec.Struct):
@@ -29,12 +28,6 @@ class Passes(msgspec.Struct):
     forward: list[Segment] = []
     loss: list[Segment] = []
     backward: list[Segment] = []
-
-    def flop(self, counts: list[Repeat]) -> int:
-        """FLOP of the deep model's micro-batch, recomputation included."""
-        segments = (*self.forward, *self.loss, *self.backward)
-        stretches = expand(segments, counts)
-        return sum(s.flop * times for stretch, times in stretches for s in stretch)
 
 
 class Level(msgspec.Struct):
@@ -134,7 +127,7 @@ def _segment(meter: Meter, mark: Mark, until: Mark) -> Segment:
             net[ROUNDING] = net.get(ROUNDING, 0) + times * rest
     if top_at == len(events):
         top = dict(net)
-    return Segment(mark.name, net, rise, top, until.flop - mark.flop)
+    return Segment(mark.name, net, rise, top)
 
 
 def expand(

@@ -214,7 +214,6 @@ class Mark(NamedTuple):
 
     name: str
     event: int  # events of the meter before it
-    flop: int  # FLOP before it
 
 
 class Recording(NamedTuple):

@@ -81,7 +81,7 @@ class _Line:
         self.net = _sum(self.net, parts)
 
     def close(self, name: str) -> Segment:
-        return Segment(name, self.net, self.rise, self.top, 0)
+        return Segment(name, self.net, self.rise, self.top)
 
 
 def _sum(a: Parts, b: Parts) -> Parts:

@@ -167,7 +167,7 @@ def without(passes: Passes, kind: Kind, owner: str = "") -> Passes:
     def strip(segment: Segment) -> Segment:
         top = left(segment.top)
         gone = sum(segment.top.values()) - sum(top.values())
-        return Segment(segment.name, left(segment.net), segment.rise - gone, top, segment.flop)
+        return Segment(segment.name, left(segment.net), segment.rise - gone, top)
 
     return Passes(*([strip(s) for s in stretch] for stretch in _stretches(passes)))
 

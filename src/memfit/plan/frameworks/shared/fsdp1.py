@@ -176,7 +176,7 @@ def _growing(passes: Passes, units: Units, divisor: int) -> Passes:
             rise -= units.block
         if segment.name == "embedding" and units.root_trained:
             net[GROWN] = net.get(GROWN, 0) + units.root // divisor
-        backward.append(Segment(segment.name, net, rise, top, segment.flop))
+        backward.append(Segment(segment.name, net, rise, top))
     return Passes(passes.forward, passes.loss, backward)
 
 
