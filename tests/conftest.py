@@ -41,7 +41,7 @@ OWN_PARTS = (
 ALIKE = frozenset(families) - frozenset(OWN_PARTS)
 # A whole step is traced or run in each case: seconds.
 TRACED = (
-    "test_exactness.py", "test_memory.py", "test_depth.py", "test_live.py", "test_fake_cuda.py",
+    "test_exactness.py", "test_memory.py", "test_live.py", "test_fake_cuda.py",
     "test_fast_fake.py",
 )  # fmt: skip
 MANY = (
@@ -50,7 +50,7 @@ MANY = (
 )  # fmt: skip
 # Slow proofs whose cases differ in settings alone: one in so many.
 SETTINGS = {
-    "test_depth.py": 3, "test_documents.py": 2, "test_exactness.py": 2, "test_fast_fake.py": 2,
+    "test_documents.py": 2, "test_exactness.py": 2, "test_fast_fake.py": 2,
     "test_instants.py": 2, "test_lean_blocks.py": 2, "test_world.py": 2,
 }  # fmt: skip
 # Predictions held to a trace of each setting, on a CPU and on a GPU: on one of the two, in turns.

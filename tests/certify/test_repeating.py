@@ -20,7 +20,7 @@ from memfit.certify.repeating.alike import Layout, Unlike, describe_module, find
 from memfit.certify.repeating.lengthened import Few, lengthen
 from memfit.certify.repeating.live import RepeatingRecorder
 from memfit.certify.tracing.recorder import Recorder, Trace, make_recorder
-from memfit.certify.tracing.runs import DEPTH_KEYS
+from memfit.certify.tracing.runs import DEPTH_KEYS, find_runs, with_runs
 from memfit.certify.tracing.trace_step import trace_generation, trace_step
 from memfit.core.errors import NotCertified
 from memfit.families import read_model
@@ -402,3 +402,14 @@ def test_an_order_of_one_stage_is_no_order_of_stages(
     with pytest.raises(NotCertified):
         certification.certify(recipe, CPU, None, stages=True)
     assert seen == [stages]
+
+
+def test_runs_of_blocks_that_are_alike():
+    freeze = {"method": "freeze", "freeze": Freeze(last_blocks=2), "recompute_blocks": 7}
+    some = deep("gpt2", 8, **freeze)
+    assert find_runs(deep("llama", 8)) == (8,)
+    assert find_runs(deep("llama", 8, recompute_blocks=2)) == (2, 6)
+    assert find_runs(some) == (6, 1, 1)
+    shallow = with_runs(some, [3, 1, 1])
+    assert shallow.model.config["n_layer"] == 5
+    assert (shallow.recompute_blocks, shallow.freeze.last_blocks) == (4, 2)

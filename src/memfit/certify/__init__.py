@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from importlib.metadata import version
@@ -31,7 +31,6 @@ from memfit.core.system.processes import is_shortage
 from memfit.core.units import GIB
 from memfit.records import Record, from_data, to_data, to_json
 from memfit.records.hardware import Device
-from memfit.records.ledger import Phase
 from memfit.records.recipe import ADAPTED, Recipe
 from memfit.records.results import Certificate
 from memfit.records.shapes import BatchShape as BatchShape
@@ -288,17 +287,6 @@ def trace(
     from memfit.certify.tracing.trace_step import trace_step
 
     return trace_step(recipe, device, batches, steps, rank=rank)
-
-
-def sweep(recipes: Iterable[Recipe], device: Device) -> list[dict[Phase, int]]:
-    """Each recipe's peaks of live bytes by phase, from traces of shallow twins; `certify.depth`.
-
-    The bytes that `trace` finds, sooner for deep models; reserved memory needs `certify`. Runs in
-    this process. Raises NotCertified where a model's blocks are not alike.
-    """
-    from memfit.certify.tracing.depth import sweep as sweep_depths
-
-    return sweep_depths(recipes, device)
 
 
 make_callable(__name__)
