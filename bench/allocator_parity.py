@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
+from parity import check_recording, read_snapshot
 
 from memfit import api
 from memfit.allocator.caching import OutOfMemory, follow
 from memfit.allocator.settings import Settings, read_settings
 from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
-from memfit.certify.evidence.parity import check_recording, read_snapshot
 from memfit.certify.evidence.snapshot import RecordingAllocator, nowhere
 from memfit.core.errors import Error, InvalidRequest
 from memfit.core.units import GIB, KIB, MIB

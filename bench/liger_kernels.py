@@ -19,10 +19,13 @@ from memfit import meta
 from memfit.core.units import KIB, MIB
 from memfit.families.shared.forward import rotate
 from memfit.meta import Meter, Tensor
-from memfit.meta.autograd import record
+from memfit.meta.autograd import Gradients, Node, record
+from memfit.meta.elementwise import Incoming, attach, cast, like
 from memfit.meta.layers import liger
-from memfit.meta.losses.cross_entropy import cross_entropy_sum
+from memfit.meta.layers.liger import next_power_of_two
+from memfit.meta.losses.cross_entropy import cross_entropy_sum, made_before
 from memfit.meta.meter import block_size
+from memfit.meta.tensor import empty
 from memfit.meta.workspace import Grid
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +97,7 @@ def cross_entropy(meter: Meter, row: dict[str, Any]) -> Set:
     logits = leaf(meter, (tokens, row["value"]), "float32")
     labels = parameter(meter, (tokens,), "int64")
     if row["provider"] == "liger":
-        return lambda: [liger.cross_entropy(logits, labels)], []
+        return lambda: [liger_cross_entropy(logits, labels)], []
     return lambda: [cross_entropy_sum(logits, labels)], []
 
 
@@ -106,10 +109,69 @@ def fused_linear_cross_entropy(meter: Meter, row: dict[str, Any]) -> Set:
 
     def forward() -> list[Tensor]:
         if row["provider"] == "liger":
-            return [liger.fused_linear_cross_entropy(hidden, weight, labels, upcast=True)]
+            return [liger_fused_linear_cross_entropy(hidden, weight, labels, upcast=True)]
         return [cross_entropy_sum(meta.linear(hidden, weight), labels)]
 
     return forward, [spare]
+
+
+def liger_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """`LigerCrossEntropyFunction`: (tokens, vocab) -> (); the gradient overwrites the logits."""
+    losses = empty(logits.meter, (logits.shape[0],), logits.dtype)
+    mask = empty(logits.meter, labels.shape, "bool")
+    count = empty(logits.meter, (), "int64")
+    del mask
+    node = record(_cross_entropy_backward, (logits,), (logits,))
+    result = attach(node, empty(logits.meter, (), logits.dtype))
+    del losses, count
+    return result
+
+
+def _cross_entropy_backward(node: Node, grads: Incoming) -> Gradients:
+    return (node.unpack(0).detached(),)
+
+
+def liger_fused_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, upcast: bool = False
+) -> Tensor:
+    """`LigerFusedLinearCrossEntropyFunction`: logits of a few tokens at a time, gradients at once.
+
+    hidden: (tokens, hidden); weight: (vocab, hidden) -> (). A chunk's logits are about as large as
+    hidden. upcast: a chunk's logits become fp32, as up to version 0.4.
+    """
+    meter, (tokens, width), vocab = hidden.meter, hidden.shape, weight.shape[0]
+    chunk = next_power_of_two(-(-tokens // -(-vocab // width)))
+    d_weight = like(weight) if weight.requires_grad else None
+    d_hidden = like(hidden)
+    losses = empty(meter, (tokens,), "float32")
+    slopes: Tensor | None = None
+    for start in range(0, tokens, chunk):
+        rows = min(chunk, tokens - start)
+        logits = _product(meter, (rows, vocab), hidden.dtype, width)
+        if upcast:
+            wide = cast(logits.detached(), "float32")
+            del logits
+            logits = cast(wide, hidden.dtype)
+            del wide
+        slopes = like(logits) if upcast else logits
+        part = _product(meter, (rows, width), hidden.dtype, vocab)
+        del part
+        if d_weight is not None and not upcast:
+            outer = _product(meter, (vocab, width), weight.dtype, rows)
+            del outer
+        elif d_weight is not None:
+            meter.begin_product()
+    del slopes, losses
+    node = record(made_before, (hidden, weight))
+    result = attach(node, empty(meter, (), "float32"))
+    if node is not None:
+        node.saved = [d_hidden, d_weight]
+    return result
+
+
+def _product(meter: Meter, shape: tuple[int, int], dtype: str, inner: int) -> Tensor:
+    meter.begin_product()
+    return empty(meter, shape, dtype)
 
 
 def leaf(meter: Meter, shape: tuple[int, ...], dtype: str) -> Tensor:

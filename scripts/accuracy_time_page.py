@@ -8,8 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from decode_errors import DecodeCompared, decode_errors_of
+
 from memfit.accuracy.corpus import read_corpus, read_refused
-from memfit.accuracy.decode_errors import DecodeCompared, decode_errors_of
 from memfit.accuracy.time_errors import NEAR, TimeAccuracy, TimeGroup, compare_times
 
 FIGURES = Path(__file__).resolve().parent.parent / "bench" / "results" / "accuracy_time.json"

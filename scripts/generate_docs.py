@@ -22,6 +22,7 @@ import accuracy_time_page
 import answer_picture
 import click
 import coming_page
+import decode_errors
 import founding_page
 import frameworks_page
 import gpu_page
@@ -41,7 +42,7 @@ import time_page
 import trust_table
 
 from memfit import records
-from memfit.accuracy import corpus, decode_errors, folklore, time_errors
+from memfit.accuracy import corpus, folklore, time_errors
 from memfit.catalog.measured_rates import FILE as RATES
 from memfit.certify.tracing.workspace import NOT_COUNTED, PRODUCTS, RULES
 from memfit.cli.app import VERBS, app

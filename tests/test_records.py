@@ -19,7 +19,6 @@ LARGER = {
     "records/results.py Certificate",  # certificate.json
     "records/hardware.py Device",  # a row of devices.toml
     "catalog/__init__.py CatalogModel",  # a row of models.toml
-    "accuracy/decode_errors.py DecodeRow",  # a row of published rates
     "records/model.py Architecture",  # config.json, in one family's words for all
     "plan/step_time/work.py Shape",  # the same in numbers, of which a search makes columns
     "families/shared/forward.py Forward",  # what every operation of a simulated forward reads

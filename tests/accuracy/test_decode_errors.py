@@ -1,15 +1,16 @@
 """Published rates of decoding beside what is predicted of them, and the range made of them."""
 
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from memfit.accuracy.decode_errors import (
-    compare_decoding,
-    decode_errors_of,
-    read_decode_rows,
-)
 from memfit.plan.step_time.rollouts.decode_range import find_decode_range, read_decode_errors
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from decode_errors import compare_decoding, decode_errors_of, read_decode_rows
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ from tapes import configurations, requests, tape_of
 from memfit.allocator.caching import OutOfMemory, follow, replay
 from memfit.allocator.settings import UNLIMITED, Settings
 from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event, Frame
-from memfit.certify.evidence.parity import check_recording, read_snapshot
 from memfit.certify.evidence.snapshot import RecordingAllocator, nowhere, write_snapshot
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import GIB, MIB
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+from parity import check_recording, read_snapshot
 
 RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.json.gz"))
 SIZES = {"from_the_start": 97, "inference": 4998, "training": 22332}

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from memfit.core.units import MIB
-from memfit.meta.layers import liger
 from memfit.meta.workspace import Grid, row_sum
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +68,7 @@ def test_a_chunk_of_the_fused_loss_is_about_as_large_as_the_hidden_states():
     weight = meta.parameter(meter, (32768, 1024), "bfloat16", trainable=True)
     labels = meta.parameter(meter, (4096,), "int64", trainable=False)
     start = len(meter.requested)
-    loss = liger.fused_linear_cross_entropy(hidden, weight, labels)
+    loss = liger_kernels.liger_fused_linear_cross_entropy(hidden, weight, labels)
     largest = max(n for n in meter.requested[start:] if n != weight.nbytes)
     assert largest == hidden.nbytes
     meta.backward(loss)

@@ -1,17 +1,15 @@
 """Liger-Kernel's fused operations: what their autograd functions save and allocate.
 
-Read from the functions of github.com/linkedin/Liger-Kernel, `ops/rms_norm.py`, `swiglu.py`,
-`rope.py`, `cross_entropy.py` and `fused_linear_cross_entropy.py`. All of them write gradients in
-place, over a saved tensor or the incoming gradient. Compared with the memory rows of the project's
-own benchmark on an A100 (`tests/meta/test_liger.py`).
+Read from the functions of github.com/linkedin/Liger-Kernel, `ops/rms_norm.py`, `swiglu.py` and
+`rope.py`. All of them write gradients in place, over a saved tensor or the incoming gradient.
+Compared with the memory rows of the project's own benchmark on an A100
+(`tests/meta/test_liger.py`). Its fused loss is `memfit.meta.losses.fused`.
 """
 
 from __future__ import annotations
 
 from memfit.meta.autograd import Gradients, Node, Rule, record
 from memfit.meta.elementwise import Incoming, attach, cast, like, upstream
-from memfit.meta.losses.cross_entropy import made_before
-from memfit.meta.meter import Meter
 from memfit.meta.tensor import Tensor, empty, workspace
 from memfit.meta.workspace import Grid, row_sum
 
@@ -75,62 +73,3 @@ def rotate(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[
 
 def _rotate_backward(node: Node, grads: Incoming) -> Gradients:
     return grads[0], grads[1]
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """`LigerCrossEntropyFunction`: (tokens, vocab) -> (); the gradient overwrites the logits."""
-    losses = empty(logits.meter, (logits.shape[0],), logits.dtype)
-    mask = empty(logits.meter, labels.shape, "bool")
-    count = empty(logits.meter, (), "int64")
-    del mask
-    node = record(_cross_entropy_backward, (logits,), (logits,))
-    result = attach(node, empty(logits.meter, (), logits.dtype))
-    del losses, count
-    return result
-
-
-def _cross_entropy_backward(node: Node, grads: Incoming) -> Gradients:
-    return (node.unpack(0).detached(),)
-
-
-def fused_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, upcast: bool = False
-) -> Tensor:
-    """`LigerFusedLinearCrossEntropyFunction`: logits of a few tokens at a time, gradients at once.
-
-    hidden: (tokens, hidden); weight: (vocab, hidden) -> (). A chunk's logits are about as large as
-    hidden. upcast: a chunk's logits become fp32, as up to version 0.4.
-    """
-    meter, (tokens, width), vocab = hidden.meter, hidden.shape, weight.shape[0]
-    chunk = next_power_of_two(-(-tokens // -(-vocab // width)))
-    d_weight = like(weight) if weight.requires_grad else None
-    d_hidden = like(hidden)
-    losses = empty(meter, (tokens,), "float32")
-    slopes: Tensor | None = None
-    for start in range(0, tokens, chunk):
-        rows = min(chunk, tokens - start)
-        logits = _product(meter, (rows, vocab), hidden.dtype, width)
-        if upcast:
-            wide = cast(logits.detached(), "float32")
-            del logits
-            logits = cast(wide, hidden.dtype)
-            del wide
-        slopes = like(logits) if upcast else logits
-        part = _product(meter, (rows, width), hidden.dtype, vocab)
-        del part
-        if d_weight is not None and not upcast:
-            outer = _product(meter, (vocab, width), weight.dtype, rows)
-            del outer
-        elif d_weight is not None:
-            meter.begin_product()
-    del slopes, losses
-    node = record(made_before, (hidden, weight))
-    result = attach(node, empty(meter, (), "float32"))
-    if node is not None:
-        node.saved = [d_hidden, d_weight]
-    return result
-
-
-def _product(meter: Meter, shape: tuple[int, int], dtype: str, inner: int) -> Tensor:
-    meter.begin_product()
-    return empty(meter, shape, dtype)

@@ -8,15 +8,8 @@ from __future__ import annotations
 from math import prod
 
 from memfit.base_formats import find_base_format, name_coding, stored_bytes
-from memfit.records.recipe import Recipe
 
 TABLE = 16 * 4  # of nf4 or fp4 itself, one a weight's state: memfit's own step has none
-
-
-def find_bits(recipe: Recipe) -> int:
-    """Bits of the base's codes, of a library's modules; 0 where the base is not quantised."""
-    declared = find_base_format(recipe.base_format)
-    return declared.bits if declared.quantised else 0
 
 
 def quantised_bytes(base_format: str, shape: tuple[int, ...], *, double: bool) -> int:

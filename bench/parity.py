@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
+from recorded_start import Entry, Start, find_start, make_blocks
+
 from memfit.allocator.caching import CachingAllocator, OutOfMemory, follow
 from memfit.allocator.segments import Clock, Pool
 from memfit.allocator.settings import Settings, read_settings
 from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
-from memfit.certify.evidence.before import Entry, Start, find_start, make_blocks
 from memfit.certify.evidence.snapshot import RecordingAllocator, nowhere
 from memfit.core.errors import InvalidRequest
 from memfit.records import Record
