@@ -20,9 +20,9 @@ QLORA = {
 }  # fmt: skip
 PROGRAMS = {
     "sft.py": ("from trl import SFTConfig, SFTTrainer\nargs = SFTConfig(bf16=True)\n",
-               "is a program, and `memfit check` reads", "memfit.MemoryCallback"),
+               "makes no trainer of TRL's or transformers'", "memfit.MemoryCallback"),
     "run.py": ("import torch\n\nfrom transformers import Trainer\nt = Trainer(model, args)\n",
-               "is a program, and `memfit check` reads", "as TRL's YAML"),
+               "known where the program runs", "states the program's arguments"),
     "fast.py": ("from unsloth import FastLanguageModel\nm = FastLanguageModel.from_pretrained('x')",
                 "Unsloth, whose step is not described", "memfit plan MODEL"),
     "tune.ipynb": ('{"cells": []}', "is a program", "memfit.MemoryCallback"),

@@ -27,7 +27,7 @@ def test_memfit_alone_welcomes_in_fifteen_lines():
 
 def test_every_command_of_the_welcome_is_parsed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.yaml").touch()
+    (tmp_path / "train.py").touch()
     _, out, _ = quick()
     typed = [line.strip() for line in out.splitlines() if line.startswith("  memfit ")]
     assert len(typed) >= 8

@@ -61,13 +61,16 @@ def type_line(line):
 @pytest.mark.usefixtures("certified_here")
 @pytest.mark.parametrize("block", COMMANDS)
 def test_the_commands_of_a_block_run(block, tmp_path, monkeypatch):
-    """In a folder with the page's own request, and a file of TRL's where a command checks one."""
+    """In a folder with the page's own request, and with what a command checks: TRL's files."""
     monkeypatch.chdir(tmp_path)
     for other in read_blocks(block.page):
         if other.language == "yaml" and other.number < block.number:
             (tmp_path / "request.yaml").write_text(other.body)
     (tmp_path / "config.yaml").write_text(
         "model_name_or_path: Qwen/Qwen3-0.6B\nmax_length: 512\nper_device_train_batch_size: 1\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "from trl import SFTTrainer\nSFTTrainer('Qwen/Qwen3-0.6B', train_dataset=rows).train()\n"
     )
     for line in lines(block.body):
         code, err = type_line(line)

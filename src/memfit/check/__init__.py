@@ -159,7 +159,16 @@ TRL = "TRL"  # the title of its reader
 PLAIN = "hf-trainer"  # transformers' own Trainer, whose loss is not TRL's
 ACCELERATED = (PLAIN, "trl")  # frameworks whose shards are accelerate's FSDP
 SAMPLED = ("grpo", "rloo")  # objectives whose answers are sampled while it trains
-ORDER = ("commands", "torchtitan", "deepspeed", "accelerate", "axolotl", "llamafactory", "trl")
+ORDER = (
+    "commands",
+    "programs",
+    "torchtitan",
+    "deepspeed",
+    "accelerate",
+    "axolotl",
+    "llamafactory",
+    "trl",
+)
 
 
 class Checked(Record, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ _SCRIPT = re.compile(
     r"|lightning|pytorch_lightning|torchtune|axolotl)\b",
     re.MULTILINE,
 )
+_UNSLOTH = re.compile(r"\b(?:from|import)\s+unsloth\b")
 PROGRAMS = (".py", ".ipynb", *COMMANDS)
 
 
@@ -51,6 +52,11 @@ def is_script(file: Path) -> bool:
     return bool(_SCRIPT.search(text)) and "torchtitan" not in text
 
 
+def is_of_unsloth(file: Path) -> bool:
+    """Whether a program imports Unsloth, which puts its own step in the place of TRL's."""
+    return bool(_UNSLOTH.search(read_text(file)))
+
+
 def refuse_program(file: Path) -> InvalidRequest:
     """The error of a script or a command, whose settings are known where it runs."""
     if file.suffix in COMMANDS:
@@ -59,14 +65,14 @@ def refuse_program(file: Path) -> InvalidRequest:
             hint="read are `accelerate launch`, `torchrun`, `deepspeed` and `python` with a program"
             " and its arguments, `trl sft …`, `llamafactory-cli train …` and `axolotl train …`",
         )
-    if "unsloth" in read_text(file):
+    if is_of_unsloth(file):
         return InvalidRequest(
             f"`{file}` is a program for Unsloth, whose step is not described",
             hint="`memfit plan MODEL --device NAME --qlora` plans memfit's own step; Unsloth's"
             " kernels hold other tensors",
         )
     return InvalidRequest(
-        f"`{file}` is a program, and `memfit check` reads configurations",
+        f"`{file}` is a program that makes no trainer of TRL's or transformers' in plain sight",
         hint="write its arguments as TRL's YAML (`model_name_or_path: …`, `max_length: …`,"
         " `use_peft: true`) and name that file; or let `memfit.MemoryCallback` check in the script"
         " itself, before its first step (docs/api.md)",

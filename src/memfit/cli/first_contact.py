@@ -20,7 +20,7 @@ memfit {version}: know the memory of an LLM training step before you pay for it
   memfit plan qwen3-8b --device 4090 --qlora --seq-len 8k   does it fit?
   memfit plan llama-3.1-8b --device 8xH100 --method full    the fastest layout
   memfit certify qwen3-8b --device 4090 --qlora             proved, with no GPU
-  memfit check config.yaml --device A100                    your trainer's file
+  memfit check train.py --device A100                       your own script
   memfit solve sequence_length qwen3-8b --device 4090       the longest rows
 
   memfit models qwen       what it knows        memfit devices 80GB

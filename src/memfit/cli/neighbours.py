@@ -191,11 +191,12 @@ def check_command(
     """Say whether another tool's configuration fits a device; exit 3 when it does not.
 
     FILE is a configuration of TRL or transformers' Trainer, accelerate, DeepSpeed, axolotl,
-    LLaMA-Factory or torchtitan, or a shell script that starts one of them with arguments; name a
-    launcher's and a trainer's together, and the device with --device. What the files leave open
-    is assumed and listed. Where a key's memory is not described, the answer is what is needed at
-    least, and the exit code 4. Where it does not fit,
-    the smallest changes to the files that do are listed in their own keys.
+    LLaMA-Factory or torchtitan; a shell script that starts one of them with arguments; or a Python
+    program or a notebook that makes a trainer of TRL's or transformers', which is read and never
+    run. Name a launcher's and a trainer's together, and the device with --device. What the files
+    leave open is assumed and listed. Where a key's memory is not described, the answer is what is
+    needed at least, and the exit code 4. Where it does not fit, the smallest changes to the files
+    that do are listed in their own keys.
     """
     from memfit import api
 

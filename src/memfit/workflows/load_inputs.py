@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from memfit.catalog.machines import find_machine
 from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest
-from memfit.core.system.reading import read_json_file
+from memfit.core.system.reading import is_file, read_json_file
 from memfit.records import from_data
 from memfit.records.recipe import OWN_STEP
 from memfit.records.request import Request, read_yaml
@@ -20,6 +21,9 @@ from memfit.records.results import Certificate
 
 OPTIONS = "the options"
 OWN = ("auto", OWN_STEP)  # of `framework`
+PROGRAMS = (".py", ".ipynb", ".sh")  # which `memfit check` reads
+# keys of other trainers' files that no request has
+TRAINERS = frozenset(("model_name_or_path", "base_model", "per_device_train_batch_size"))
 SCHEMA = 1  # of certificates that this memfit reads
 # a key that only this file of a run folder has, the most telling first
 TELLING = {
@@ -38,12 +42,17 @@ def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys
             "the model's name is empty", hint="`memfit models` lists names: `llama-3.1-8b`"
         )
     path = Path(target)
-    is_file = path.suffix in (".yaml", ".yml", ".json") and path.name != "config.json"
-    data = read_yaml(path) if is_file else {"model": str(target)}
+    written = path.suffix in (".yaml", ".yml", ".json") and path.name != "config.json"
+    data = read_yaml(path) if written else {"model": str(target)}
+    if (path.suffix in PROGRAMS and is_file(path)) or TRAINERS & data.keys():
+        raise InvalidRequest(
+            f"`{target}` is another trainer's {'file' if written else 'program'}, not a request",
+            hint=f"`memfit check {shlex.quote(str(target))}` answers for it, with `--device NAME`",
+        )
     if "model_type" in data:  # a model's config.json, under another name
         data = {"model": {"name": path.stem, **data}}
     put_all(data, {**(changes or {}), **_dotted(keys)})
-    return read_data(data, source=str(target) if is_file else OPTIONS)
+    return read_data(data, source=str(target) if written else OPTIONS)
 
 
 def put_all(data: dict[str, Any], changes: Mapping[str, Any]) -> None:

@@ -101,11 +101,11 @@ class CommandsReader(Reader):
         command = Command(**{key: taken.data[key] for key in Command._fields})
         taken.data.clear()  # what it holds is read as the files of other tools are
         _read_launcher(command, taken, reading)
-        _put_objective(command, taken.file, reading)
+        put_objective(_find_objective(command.program), command.program, taken.file, reading)
         for name in command.files:
             reading.started = read_file(find_named(name, taken.file), reading)
         if not command.files or command.arguments:
-            _read_arguments(command, taken, reading)
+            read_arguments(command, taken, reading)
 
     def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
         """See `Reader.edits`."""
@@ -278,15 +278,20 @@ def _read_launcher(command: Command, taken: ConfigKeys, reading: ConfigReading) 
         reading.world = 0  # as many as there are devices
 
 
-def _put_objective(command: Command, file: Path, reading: ConfigReading) -> None:
-    """What the program's name says of what is learned, unless the command line says it."""
-    text = "_".join(["", *re.findall("[a-z0-9]+", Path(command.program).name.lower()), ""])
+def _find_objective(program: str) -> str:
+    """What the program's name says of what is learned; "" where it says nothing, or several."""
+    text = "_".join(["", *re.findall("[a-z0-9]+", Path(program).name.lower()), ""])
     found = [name for name in objectives.names() if f"_{name}_" in text]
     named = [name for name in found if not any(name in other for other in found if other != name)]
-    if len(named) == 1 and reading.get("task.objective") is None:
-        reading.put("task.objective", named[0])
-        reading.overrides["task.objective"] = named[0]  # arguments say none: TRL has a program each
-        reading.assume(f"`{command.program}` of `{file}` trains `task.objective: {named[0]}`")
+    return named[0] if len(named) == 1 else ""
+
+
+def put_objective(objective: str, program: str, file: Path, reading: ConfigReading) -> None:
+    """Set what a program trains, which its arguments do not say, unless the command line does."""
+    if objective and reading.get("task.objective") is None:
+        reading.put("task.objective", objective)
+        reading.overrides["task.objective"] = objective
+        reading.assume(f"`{program}` of `{file}` trains `task.objective: {objective}`")
 
 
 def _find_reader(data: Mapping[str, Any], file: Path) -> Reader | None:
@@ -298,8 +303,13 @@ def _find_reader(data: Mapping[str, Any], file: Path) -> Reader | None:
     return next((reader for reader in found if reader.recognises(data, file)), None)
 
 
-def _read_arguments(command: Command, taken: ConfigKeys, reading: ConfigReading) -> None:
-    """The program's arguments, read as the trainer's own file is."""
+def read_arguments(
+    command: Command, taken: ConfigKeys, reading: ConfigReading, *, plain: bool | None = None
+) -> None:
+    """The program's arguments, read as the trainer's own file is.
+
+    plain: whether it is transformers' own Trainer; None: by the program's name and its arguments.
+    """
     data = dict(command.arguments)
     if name := data.pop("config", ""):
         data = {**read_written(find_named(str(name), taken.file)), **data}
@@ -315,7 +325,9 @@ def _read_arguments(command: Command, taken: ConfigKeys, reading: ConfigReading)
         data = {key: value for key, value in data.items() if key != "model_name_or_path"}
     _refuse_variables(data, reader, taken.file)
     own = reader.title
-    if own == TRL and not _names_trl(command.program, data):
+    if plain is None:
+        plain = own == TRL and not _names_trl(command.program, data)
+    if plain:
         own = "transformers' Trainer"  # whose defaults are others
         data = {"gradient_checkpointing": False, "bf16": False, **data}
         data = {("max_length" if k in LENGTHS else k): v for k, v in data.items() if k not in OWN}
