@@ -39,7 +39,7 @@ def ask(folder, text, *options, name="trl.yaml", device=("--device", "a100-sxm-8
 
 
 def test_every_tool_has_a_file_that_fits(files):
-    own = set(ORDER) - {"commands"}  # whose keys are those of the tools that it starts
+    own = set(ORDER) - {"commands", "programs"}  # whose keys are those of other tools
     assert {made.tool for made in files} == own == set(mutated_files.MOVING)
     assert sum(len(mutated_files.MOVING[made.tool]) for made in files) >= COUNT
 

@@ -116,6 +116,20 @@ def test_a_program_is_read_as_the_file_that_says_the_same(name, tmp_path):
     assert not found.undescribed
 
 
+def test_a_script_starts_a_program_with_arguments_of_the_programs_own(tmp_path):
+    text = SAME["the defaults of argparse, and what a GPU can"][0]
+    write(tmp_path, text)
+    script = tmp_path / "run.sh"
+    two = {"hardware": {"device": "a100-sxm-80", "count": 2}}
+    for line, length, method in (
+        ("python train.py --max-length 384 --lora", 384, "lora"), ("python train.py", 512, "full"),
+        ("accelerate launch --num_processes 2 train.py --max-length=256", 256, "full"),
+    ):  # fmt: skip
+        script.write_text(f"pip install -r requirements.txt\npython setup.py\n{line}\n")
+        request = api.check([script], two)[0].request
+        assert (request.task.sequence_length, request.method) == (length, method)
+
+
 def test_a_notebook_is_its_cells_of_code(tmp_path):
     text = SAME["adapters over four bits"][0]
     cells = ["!pip install trl\n%matplotlib inline\n" + HEAD, "%%bash\nls ((", *text.split("\n\n")]

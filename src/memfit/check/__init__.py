@@ -109,8 +109,13 @@ class Reader(ABC):
         Mapping[str, Effect]
     ] = {}  # keys that are not described, dotted -> their effect
 
-    def load(self, file: Path, config: str) -> dict[str, Any]:
-        """What the file says; YAML reads JSON, too. config: which of several that it makes."""
+    def load(
+        self, file: Path, config: str, arguments: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What the file says; YAML reads JSON, too.
+
+        config: which of several that it makes; arguments: with which a program is started.
+        """
         self.refuse_config(file, config)
         return read_written(file)
 
@@ -331,11 +336,15 @@ def find_named(name: str, beside: Path) -> Path:
 
     Raises InvalidRequest where there is none.
     """
+    if (found := find_place(name, beside)) is None:
+        raise refuse_missing(name, beside)
+    return found
+
+
+def find_place(name: str, beside: Path) -> Path | None:
+    """Where `find_named` finds a file; None where there is none."""
     places = (Path(), *beside.resolve().parents)
-    for place in places:
-        if is_file(place / name):
-            return place / name
-    raise refuse_missing(name, beside)
+    return next((place / name for place in places if is_file(place / name)), None)
 
 
 def read_named(named: Any, taken: ConfigKeys, reading: ConfigReading) -> None:
@@ -364,8 +373,10 @@ def read_written(file: Path, *, hint: str = "") -> dict[str, Any]:
     return {str(k): v for k, v in read.items()}
 
 
-def read_file(file: Path, reading: ConfigReading) -> str:
-    """Read one file into `reading`; returns the tool's name."""
+def read_file(
+    file: Path, reading: ConfigReading, arguments: Mapping[str, Any] | None = None
+) -> str:
+    """Read one file into `reading`; returns the tool's name. arguments: a program's, if any."""
     tools = f"read: {', '.join(readers.find(name).title for name in ORDER)}"
     if file.resolve() in reading.open_files:
         raise InvalidRequest(f"`{file}` names itself, or a file that names it")
@@ -374,7 +385,7 @@ def read_file(file: Path, reading: ConfigReading) -> str:
     for name in ORDER:
         reader = readers.find(name)
         if reader.recognises(written, file):
-            data = reader.load(file, reading.config)
+            data = reader.load(file, reading.config, arguments)
             reading.sources[file] = reader, deepcopy(data)
             for key, value in reading.edits.get(file, {}).items():
                 reader.change(data, key, value)

@@ -51,8 +51,8 @@ class Made:
 class Program:
     """What a program's statements make, followed one after the other."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path, arguments: Mapping[str, Any]) -> None:
+        self.file, self.arguments = file, arguments
         self.names: dict[str, Any] = {}
         self.functions: dict[str, ast.FunctionDef] = {}
         self.aliases: dict[str, str] = {}  # `import SFTTrainer as Base`
@@ -263,7 +263,7 @@ class Program:
         if name == "add_argument":
             self._add_option(made)
         elif name == "parse_args":
-            return Made("options", (), dict(self.options))
+            return Made("options", (), {**self.options, **self.arguments})
         elif name in ("get_peft_model", "prepare_model_for_kbit_training"):
             return self._wrap(name, first, made, text)
         elif name == "requires_grad_":
@@ -346,9 +346,12 @@ class Program:
         self.names = before
 
 
-def read_program(file: Path) -> Program:
-    """What a Python file or a notebook makes; raises InvalidRequest where it cannot be read."""
-    program = Program(file)
+def read_program(file: Path, arguments: Mapping[str, Any] | None = None) -> Program:
+    """What a Python file or a notebook makes; raises InvalidRequest where it cannot be read.
+
+    arguments: with which it is started, in the place of argparse's defaults.
+    """
+    program = Program(file, arguments or {})
     text = read_text(file, most=MOST_SOURCE)
     try:
         body = _read_cells(text, file) if file.suffix == ".ipynb" else ast.parse(text).body

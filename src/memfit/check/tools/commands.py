@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
 from memfit.check import (
-    PLAIN,
-    TRL,
     ConfigReading,
     Reader,
     find_named,
+    find_place,
     read_file,
     read_written,
     readers,
 )
+from memfit.check.arguments import find_reader, names_trl, put_objective, read_arguments, read_as
 from memfit.check.keys import ConfigKeys
 from memfit.check.refused_files import COMMANDS
 from memfit.check.smaller_changes import Edit
@@ -41,19 +41,6 @@ LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
 PLACES = ("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "zero3_init_flag",
           "offload_param_device", "gradient_accumulation_steps", "gradient_clipping",
           "zero3_save_16bit_model", "deepspeed_moe_layer_cls_names")  # fmt: skip
-OF_TRL = frozenset((
-    "max_length", "use_peft", "packing", "padding_free", "assistant_only_loss", "beta", "lora_r",
-    "completion_only_loss", "num_generations", "lora_target_modules", "load_in_4bit",
-    "load_in_8bit",
-))  # fmt: skip
-# of programs over transformers' Trainer: tokens of a row, and what moves no memory
-LENGTHS = frozenset(
-    ("model_max_length", "block_size", "max_seq_length", "max_seq_len", "cutoff_len")
-)
-OWN = frozenset((
-    "data_path", "eval_data_path", "data_dir", "train_file", "validation_file", "lazy_preprocess",
-    "preprocessing_num_workers", "overwrite_cache", "cache_dir",
-))  # fmt: skip
 KINDS = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "multi_gpu": "MULTI_GPU"}
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 MACHINES = ("nnodes", "num_nodes", "num_machines")
@@ -81,13 +68,16 @@ class CommandsReader(Reader):
 
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
-        return file.suffix in COMMANDS and bool(find_commands(read_text(file)))
+        return file.suffix in COMMANDS and bool(_find_known(file))
 
-    def load(self, file: Path, config: str) -> dict[str, Any]:
+    def load(
+        self, file: Path, config: str, arguments: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The parts of the command, as `Command` names them."""
         self.refuse_config(file, config)
-        every = find_commands(read_text(file))
-        found = [one for one in every if one.files or _find_reader(one.arguments, file)] or every
+        every = _find_known(file)
+        found = [one for one in every if one.files or find_reader(one.arguments, file)
+                 or _find_program(one, file)] or every  # fmt: skip
         if len(found) > 1:
             named = ", ".join(f"`{one.program}`" for one in found)
             raise InvalidRequest(
@@ -101,18 +91,22 @@ class CommandsReader(Reader):
         command = Command(**{key: taken.data[key] for key in Command._fields})
         taken.data.clear()  # what it holds is read as the files of other tools are
         _read_launcher(command, taken, reading)
+        known = command.files or find_reader(command.arguments, taken.file)
+        if not known and (program := _find_program(command, taken.file)):
+            read_file(program, reading, command.arguments)
+            return
         put_objective(_find_objective(command.program), command.program, taken.file, reading)
         for name in command.files:
             reading.started = read_file(find_named(name, taken.file), reading)
         if not command.files or command.arguments:
-            read_arguments(command, taken, reading)
+            read_arguments(command.program, command.arguments, taken, reading)
 
     def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
         """See `Reader.edits`."""
         arguments = data["arguments"]
-        if not _names_trl(data["program"], arguments):
+        if not names_trl(data["program"], arguments):
             arguments = {"gradient_checkpointing": False, **arguments}
-        reader = _find_reader(arguments, Path())
+        reader = find_reader(arguments, Path())
         return reader.edits(arguments) if reader else ()
 
     def change(self, data: dict[str, Any], key: str, value: Any) -> None:
@@ -120,8 +114,20 @@ class CommandsReader(Reader):
         put(data["arguments"], key, value)
 
 
+def _find_known(file: Path) -> list[Command]:
+    """The commands whose arguments, files or programs say what is trained, or might."""
+    return [one for one in find_commands(read_text(file))
+            if one.arguments or one.files or _find_program(one, file)]  # fmt: skip
+
+
+def _find_program(command: Command, file: Path) -> Path | None:
+    """The program that a command starts, where it is here and makes a trainer."""
+    path = find_place(command.program, file) if command.program.endswith(".py") else None
+    return path if path and readers.find("programs").recognises({}, path) else None
+
+
 def find_commands(text: str) -> list[Command]:
-    """The commands of a shell script that start a trainer, with its variables put in."""
+    """The commands of a shell script that may start a trainer, with its variables put in."""
     found, known = [], dict[str, str]()
     for tokens in _statements(_COMPUTED.sub("$?", re.sub(r"\\\r?\n", " ", text))):
         for words in _split(tokens, known):
@@ -209,8 +215,6 @@ def _read_words(words: Sequence[str]) -> Command | None:
     files = tuple(word for word in left if word.endswith((".yaml", ".yml")))[:1]
     positional = bool(files) and left[:1] == list(files)
     arguments, _ = _take_options(left[1:] if positional else left, every=True)
-    if not arguments and not positional:
-        return None  # a program of which nothing is said
     return Command(launcher, options, program, arguments, files if positional else ())
 
 
@@ -273,7 +277,7 @@ def _read_launcher(command: Command, taken: ConfigKeys, reading: ConfigReading) 
         elif key != "config_file" and key not in SWITCHES:
             data[key] = value
     stated = "num_processes" in data
-    _read_as(readers.find("accelerate"), data, taken, reading)
+    read_as(readers.find("accelerate"), data, taken, reading)
     if not stated:
         reading.world = 0  # as many as there are devices
 
@@ -284,86 +288,6 @@ def _find_objective(program: str) -> str:
     found = [name for name in objectives.names() if f"_{name}_" in text]
     named = [name for name in found if not any(name in other for other in found if other != name)]
     return named[0] if len(named) == 1 else ""
-
-
-def put_objective(objective: str, program: str, file: Path, reading: ConfigReading) -> None:
-    """Set what a program trains, which its arguments do not say, unless the command line does."""
-    if objective and reading.get("task.objective") is None:
-        reading.put("task.objective", objective)
-        reading.overrides["task.objective"] = objective
-        reading.assume(f"`{program}` of `{file}` trains `task.objective: {objective}`")
-
-
-def _find_reader(data: Mapping[str, Any], file: Path) -> Reader | None:
-    """Whose arguments these are."""
-    names = ("axolotl", "llamafactory", "trl")
-    if "config" in data:  # TRL's, a file whose keys these arguments change
-        return readers.find("trl")
-    found = (readers.find(name) for name in names)
-    return next((reader for reader in found if reader.recognises(data, file)), None)
-
-
-def read_arguments(
-    command: Command, taken: ConfigKeys, reading: ConfigReading, *, plain: bool | None = None
-) -> None:
-    """The program's arguments, read as the trainer's own file is.
-
-    plain: whether it is transformers' own Trainer; None: by the program's name and its arguments.
-    """
-    data = dict(command.arguments)
-    if name := data.pop("config", ""):
-        data = {**read_written(find_named(str(name), taken.file)), **data}
-    reader = _find_reader(data, taken.file)
-    if reader is None:
-        raise InvalidRequest(
-            f"`{command.program}` in `{taken.file}` is started with arguments of no trainer that"
-            " memfit reads",
-            hint="TRL's and transformers' are read (`--model_name_or_path`, `--max_length`),"
-            " axolotl's and LLaMA-Factory's",
-        )
-    if reading.model:  # of the command line, in place of the script's
-        data = {key: value for key, value in data.items() if key != "model_name_or_path"}
-    _refuse_variables(data, reader, taken.file)
-    own = reader.title
-    if plain is None:
-        plain = own == TRL and not _names_trl(command.program, data)
-    if plain:
-        own = "transformers' Trainer"  # whose defaults are others
-        data = {"gradient_checkpointing": False, "bf16": False, **data}
-        data = {("max_length" if k in LENGTHS else k): v for k, v in data.items() if k not in OWN}
-        if reading.sharded == "deepspeed" or "deepspeed" in data:
-            reading.put("options.trl", "")
-        elif reading.get("framework") is None:
-            reading.overrides["framework"] = reading.data["framework"] = PLAIN
-    _read_as(reader, data, taken, reading)
-    reading.started = reader.title
-    reading.assume(f"arguments of `{command.program}` mean what they do in {own}")
-
-
-def _read_as(
-    reader: Reader, data: dict[str, Any], taken: ConfigKeys, reading: ConfigReading
-) -> None:
-    """Keys that the command has in place of a file of this tool's."""
-    inner = ConfigKeys(data, taken.file)
-    reader.read(inner, reading)
-    inner.settle(reader.still, reader.moved)
-    taken.undescribed += inner.undescribed
-
-
-def _names_trl(program: str, data: Mapping[str, Any]) -> bool:
-    """Whether a program is TRL's by its name, or by arguments that transformers does not have."""
-    words = re.split(r"[^a-z0-9]+", program.lower())
-    return bool({"trl", *objectives.names()} & {*words} or OF_TRL & data.keys())
-
-
-def _refuse_variables(data: Mapping[str, Any], reader: Reader, file: Path) -> None:
-    """Raise InvalidRequest for an argument whose value is a variable that the file does not set."""
-    for key, value in data.items():
-        if isinstance(value, str) and "$" in value and key not in reader.still:
-            raise InvalidRequest(
-                f"`--{key} {value}` in `{file}`: the file does not set that variable",
-                hint="write the value in its place, or set the variable in a line above",
-            )
 
 
 readers.register("commands")(CommandsReader())

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
 from memfit.check import ConfigReading, Reader, readers
+from memfit.check.arguments import LENGTHS, put_objective, read_arguments
 from memfit.check.keys import ConfigKeys, Least
 from memfit.check.programs import Computed, Made, Program, read_program
 from memfit.check.refused_files import is_of_unsloth, is_script
 from memfit.check.smaller_changes import Edit
-from memfit.check.tools.commands import LENGTHS, Command, put_objective, read_arguments
 from memfit.core.errors import InvalidRequest
 from memfit.workflows.load_inputs import put
 
@@ -98,10 +98,12 @@ class ProgramsReader(Reader):
         program = file.suffix == ".ipynb" or (file.suffix == ".py" and is_script(file))
         return program and not is_of_unsloth(file) and bool(_find_trainers(read_program(file)))
 
-    def load(self, file: Path, config: str) -> dict[str, Any]:
+    def load(
+        self, file: Path, config: str, arguments: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The parts of the trainer, as `Arguments` names them."""
         self.refuse_config(file, config)
-        program = read_program(file)
+        program = read_program(file, arguments)
         found = _find_trainers(program)
         if len(found) > 1:
             named = ", ".join(f"`{one.name}`" for one in found)
@@ -129,8 +131,7 @@ class ProgramsReader(Reader):
         data = _settle(own, taken.file, reading)
         if own.objective:
             put_objective(own.objective, own.trainer, taken.file, reading)
-        command = Command("", {}, own.trainer, data, ())
-        read_arguments(command, taken, reading, plain=not own.objective)
+        read_arguments(own.trainer, data, taken, reading, plain=not own.objective)
 
     def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
         """See `Reader.edits`."""

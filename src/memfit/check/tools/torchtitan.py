@@ -49,7 +49,9 @@ class TorchtitanReader(Reader):
         """See `Reader.recognises`."""
         return file.suffix == ".toml" or (file.suffix == ".py" and not is_script(file))
 
-    def load(self, file: Path, config: str) -> dict[str, Any]:
+    def load(
+        self, file: Path, config: str, arguments: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Keys are dotted, and not nested."""
         if file.suffix == ".py":
             return read_python(file, config)
