@@ -8,7 +8,13 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from memfit.core.libraries import TALKATIVE, install_extra, quiet_import, uncollected
+from memfit.core.libraries import (
+    TALKATIVE,
+    install_extra,
+    quiet_import,
+    read_cudnn,
+    uncollected,
+)
 
 IMPORT_PEFT = (
     "from memfit.core.libraries import quiet_import\nwith quiet_import():\n    import peft"
@@ -119,3 +125,26 @@ def test_the_folders_of_models_are_read_once():
     )  # fmt: skip
     assert plain > 0
     assert once == 0
+
+
+@pytest.mark.parametrize(
+    ("installed", "version"),
+    [
+        ((), None),
+        (("nvidia_cudnn_cu12-9.10.2.21.dist-info",), (9, 10, 2)),
+        (
+            ("nvidia_cudnn_cu12-9.1.0.70.dist-info", "nvidia_cudnn_cu13-9.20.0.48.dist-info"),
+            (9, 20, 0),
+        ),
+        (("nvidia_cudnn_frontend-1.9.0.dist-info",), None),
+    ],
+)
+def test_the_version_of_cudnn_is_that_of_its_package(installed, version, tmp_path, monkeypatch):
+    for name in installed:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "missing"), str(tmp_path)])
+    read_cudnn.cache_clear()
+    try:
+        assert read_cudnn() == version
+    finally:
+        read_cudnn.cache_clear()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 # of kernels that it would rather have: nothing a user could act on.
 TALKATIVE = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
+CUDNN = re.compile(r"nvidia_cudnn_cu1[23]-(\d+)\.(\d+)\.(\d+).*\.dist-info$")
 SCANNER = "create_import_structure_from_path"  # transformers': what each folder of models exports
 
 
@@ -134,16 +136,18 @@ def install_extra(extra: str) -> str:
 def read_cudnn() -> tuple[int, int, int] | None:
     """The version of the cuDNN that pip installed beside torch; None where there is none.
 
-    A package's version says it without an import of torch, which a plan does not need.
+    The name of what pip leaves of a package says it without an import of torch, or of
+    `importlib.metadata`, which takes longer than all else that a plan imports of Python's own.
     """
-    from importlib.metadata import PackageNotFoundError, version
+    import os
+    import sys
 
-    for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
-        try:
-            major, minor, patch = version(name).split(".")[:3]
-        except PackageNotFoundError:
-            continue
-        return int(major), int(minor), int(patch)
+    for folder in sys.path:
+        with suppress(OSError):
+            for found in map(CUDNN.match, sorted(os.listdir(folder or "."), reverse=True)):
+                if found:
+                    major, minor, patch = map(int, found.groups())
+                    return major, minor, patch
     return None
 
 

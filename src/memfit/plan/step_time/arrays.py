@@ -114,6 +114,21 @@ def gather(kind: type[Nested], numbers: Mapping[str, Number]) -> Nested:
     ))  # fmt: skip
 
 
+@cache
+def _places(kind: type[tuple[Any, ...]]) -> dict[str, str]:
+    """The field whose record has a number, by the number's name."""
+    hints = get_type_hints(kind).items()
+    return {name: field for field, record in hints for name in record._fields}
+
+
 def change(nested: Nested, /, **numbers: Number) -> Nested:
     """The same record of records but for these numbers, whichever of its records has them."""
-    return gather(type(nested), list_numbers(nested) | numbers)
+    places, changed = _places(type(nested)), dict[str, dict[str, Number]]()
+    for name, number in numbers.items():
+        if name not in places:
+            raise TypeError(f"{type(nested).__name__} has no {name}")
+        changed.setdefault(places[name], {})[name] = number
+    records: Any = nested
+    return records._replace(  # type: ignore[no-any-return]
+        **{field: getattr(nested, field)._replace(**own) for field, own in changed.items()}
+    )
