@@ -24,6 +24,18 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "stablelm": {"use_parallel_residual": True},
     "phi": {"hidden_act": "gelu_new"},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "cohere2": {"sliding_window": 64, "sliding_window_pattern": 2},
+    "exaone4": {"head_dim": 16, "sliding_window": 64, "sliding_window_pattern": 2},
+    "minimax_m2": {
+        "head_dim": 16, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe_lite": {
+        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
 }  # fmt: skip
 # windows shorter than a test's rows; other families that have windows take the last
 _WINDOWS: dict[str, dict[str, Any]] = {
@@ -35,7 +47,9 @@ _WINDOWS: dict[str, dict[str, Any]] = {
     "": {"sliding_window": 7},
 }  # fmt: skip
 SLIDING = {name: _WINDOWS.get(name, _WINDOWS[""]) for name in families_that("windows")}
-LORA_TARGETS = {"phi3": ("qkv_proj", "down_proj")}
+LORA_TARGETS = {
+    "phi3": ("qkv_proj", "down_proj"), "glm4_moe_lite": ("q_b_proj", "kv_b_proj"),
+}  # fmt: skip
 
 
 def gated(common: dict[str, Any]) -> dict[str, dict[str, Any]]:

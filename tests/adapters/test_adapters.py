@@ -15,8 +15,6 @@ from memfit.records.recipe import Freeze, Lora
 from tiny_models import CONFIGS, FAMILIES, TARGETS, make_recipe
 
 WIDE_TARGETS = {
-    **dict.fromkeys(("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"), ("k_proj", "o_proj")),
-    "gpt_oss": ("k_proj", "o_proj"),
     "deepseek_v2": ("kv_a_proj_with_mqa", "o_proj"),
     "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),
@@ -30,7 +28,12 @@ WIDE_TARGETS = {
     "phi3": ("o_proj", "gate_up_proj"),
     "phi": ("dense", "fc1", "lm_head"),
     "glm4": ("k_proj", "gate_up_proj"),
+    "starcoder2": ("k_proj", "c_fc"),
+    "glm4_moe_lite": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
+
+
+DENSE = [f for f in FAMILIES if not read_model(make_recipe(f).model).architecture.experts.count]
 
 
 def adapted(recipe):
@@ -61,7 +64,8 @@ def test_full_trains_hugging_faces_parameters(family):
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_pefts_in_name_shape_order_and_trainability(family, wide, method):
-    targets = WIDE_TARGETS.get(family, ("k_proj", "up_proj")) if wide else None
+    others = ("k_proj", "up_proj" if family in DENSE else "o_proj")
+    targets = WIDE_TARGETS.get(family, others) if wide else None
     targets = targets or TARGETS.get(family, ("q_proj", "v_proj"))
     config = LoraConfig(
         r=4, target_modules=list(targets), task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2",
@@ -73,9 +77,6 @@ def test_rows_are_pefts_in_name_shape_order_and_trainability(family, wide, metho
     expected = [(n, tuple(p.shape), p.requires_grad) for n, p in theirs.named_parameters()]
     rows = adapted(replace(with_lora(family, targets), method=method)).weights
     assert [(r.name, r.shape, r.trainable) for r in rows] == expected
-
-
-DENSE = [f for f in FAMILIES if not read_model(make_recipe(f).model).architecture.experts.count]
 
 
 @pytest.mark.parametrize("family", DENSE)

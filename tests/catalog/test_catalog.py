@@ -153,7 +153,8 @@ def the_model(model):
     assert bool(model.active_parameters) == bool(model.published_active)
     if model.active_parameters:
         active = units.parse_count(model.published_active)
-        assert model.active_parameters == pytest.approx(active, rel=0.17)
+        if "published_active" not in model.unverified:
+            assert model.active_parameters == pytest.approx(active, rel=0.17)
         assert model.active_parameters < model.parameters / 3
     assert model.heads % model.kv_heads == 0
 

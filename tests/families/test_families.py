@@ -73,6 +73,7 @@ BASE = {
 }
 add_others(BASE, GATED)
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
 TOGGLED = [
     GPT2,
     GPT2 | {"tie_word_embeddings": False},
@@ -150,6 +151,23 @@ TOGGLED = [
     BASE["olmo2"] | {"attention_bias": True, "num_key_value_heads": None},
     BASE["olmo3"] | {"attention_bias": True, "layer_types": ["full_attention"] * 2},
     BASE["olmo3"] | {"num_hidden_layers": 5, "head_dim": 20, "rope_scaling": YARN},
+    BASE["cohere2"] | {"attention_bias": True, "tie_word_embeddings": False},
+    BASE["cohere2"] | {"num_key_value_heads": None, "layer_types": ["full_attention"] * 2},
+    BASE["exaone4"] | {"head_dim": 20, "tie_word_embeddings": True},
+    BASE["exaone4"] | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    BASE["exaone4"] | {"layer_types": ["full_attention"] * 2},
+    BASE["minimax_m2"],
+    BASE["minimax_m2"] | {"rotary_dim": None, "partial_rotary_factor": 0.25},
+    {k: v for k, v in BASE["minimax_m2"].items() if k not in ("num_local_experts", "rotary_dim")},
+    BASE["olmoe"] | {"attention_bias": True, "norm_topk_prob": True},
+    {k: v for k, v in BASE["olmoe"].items() if "experts" not in k},
+    BASE["glm4_moe_lite"] | {"q_lora_rank": None, "attention_bias": True, "n_shared_experts": 2},
+    BASE["glm4_moe_lite"] | {"mlp_layer_types": ["sparse"] * 2, "num_nextn_predict_layers": 1},
+    {k: v for k, v in BASE["glm4_moe_lite"].items() if "head_dim" not in k and "rank" not in k},
+    BASE["ernie4_5"] | {"use_bias": True, "head_dim": None, "tie_word_embeddings": False},
+    BASE["hunyuan_v1_dense"] | {"attention_bias": True, "head_dim": 20, "rope_scaling": ALPHA},
+    BASE["starcoder2"] | {"use_bias": False, "sliding_window": 8, "tie_word_embeddings": False},
+    BASE["arcee"] | {"attention_bias": True, "mlp_bias": True, "head_dim": 20},
     BASE["granite"] | {"attention_bias": True, "tie_word_embeddings": True},
     BASE["smollm3"] | {"no_rope_layers": [0, 0], "attention_bias": True, "mlp_bias": True},
     BASE["smollm3"] | {"tie_word_embeddings": False, "num_key_value_heads": None},
@@ -314,7 +332,7 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name):
         (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights"),
         (GPT2 | {"activation_function": "mish"}, "mish"),
         (GPT2 | {"n_head": 5}, "5 attention heads do not divide"),
-        (LLAMA | {"hidden_act": "relu2"}, "relu2"),
+        (LLAMA | {"hidden_act": "mish"}, "mish"),
         (LLAMA | {"num_key_value_heads": 3}, "3 key-value heads"),
         (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
@@ -348,6 +366,25 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name):
         ),
         (BASE["olmo3"] | {"rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
         (BASE["olmo3"] | {"sliding_window": None}, "sliding_window"),
+        (BASE["cohere2"] | {"head_dim": 20}, "head_dim"),
+        (BASE["cohere2"] | {"use_qk_norm": True}, "use_qk_norm"),
+        (BASE["exaone4"] | {"sliding_window": None}, "layer_types"),
+        (BASE["exaone4"] | {"sliding_window_pattern": "LLLG"}, "LLLG"),
+        (
+            BASE["exaone4"] | {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+            "sliding blocks",
+        ),
+        (BASE["minimax_m2"] | {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        (BASE["minimax_m2"] | {"shared_intermediate_size": 8}, "shared_intermediate_size"),
+        (BASE["minimax_m2"] | {"scoring_func": "softmax"}, "scoring_func"),
+        (BASE["olmoe"] | {"clip_qkv": 8.0}, "clip_qkv"),
+        (BASE["olmoe"] | {"head_dim": 20}, "head_dim"),
+        (BASE["glm4_moe_lite"] | {"first_k_dense_replace": 2}, "first_k_dense_replace"),
+        (BASE["glm4_moe_lite"] | {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),
+        (BASE["glm4_moe_lite"] | {"norm_topk_prob": False}, "norm_topk_prob"),
+        (BASE["glm4_moe_lite"] | {"n_group": 8, "topk_group": 8}, "two best"),
+        (BASE["hunyuan_v1_dense"] | {"rope_scaling": {"type": "dynamic"}}, "dynamic"),
+        (BASE["hunyuan_v1_dense"] | {"use_cla": True}, "use_cla"),
         (BASE["smollm3"] | {"use_sliding_window": True}, "use_sliding_window"),
         (BASE["smollm3"] | {"no_rope_layers": [1]}, "no_rope_layers"),
         (BASE["stablelm"] | {"head_dim": 99}, "head_dim"),
@@ -477,7 +514,9 @@ def test_an_unsupported_family_is_refused_by_name_with_the_supported_ones():
         read_model(reference({"hidden_size": 8}))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "olmo3", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4", "qwen2", "qwen3"]
+)
 @pytest.mark.parametrize(
     "change",
     [

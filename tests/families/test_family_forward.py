@@ -90,6 +90,13 @@ CONFIGS = {
         "gemma2 sliding": {"head_dim": 16, "sliding_window": 5},
         "gemma2 without caps": {"head_dim": 16, "attn_logit_softcapping": None},
         "gemma3_text": {"head_dim": 16}, "olmo2": {}, "granite": {"residual_multiplier": 0.5},
+        "cohere2": {}, "cohere2 not rotating": {"layer_types": ["full_attention"]},
+        "exaone4": {"head_dim": 16},
+        "exaone4 not rotating": {"layer_types": ["full_attention"]},
+        "glm4_moe_lite": of_family("glm4_moe_lite", {}),
+        "glm4_moe_lite with experts": {
+            **of_family("glm4_moe_lite", {}), "mlp_layer_types": ["sparse"],
+        },
         "smollm3": {}, "smollm3 not rotating": {"no_rope_layers": [0]},
         "glm4": {"head_dim": 16}, "stablelm": {}, "stablelm with norms": {"qk_layernorm": True},
         "phi": {"hidden_act": "gelu_new"}, "phi rotating whole heads": {
@@ -103,7 +110,7 @@ CONFIGS = {
 for _family in families:
     if not any(name.split()[0] == _family for name in CONFIGS):
         CONFIGS[_family] = GROUPED | of_family(_family, {})
-ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2")
 
 
 def config_of(name, activation=None):

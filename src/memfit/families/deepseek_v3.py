@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit.core.errors import InvalidRequest
 from memfit.families import families
 from memfit.families.shared.config import refuse
-from memfit.families.shared.grouped_experts import read_groups, route_by_sigmoid, router_biases
+from memfit.families.shared.grouped_experts import (
+    check_pairs,
+    read_groups,
+    route_by_sigmoid,
+    router_biases,
+)
 from memfit.families.shared.latent import latent_architecture, latent_config
 from memfit.families.shared.latent_forward import LatentFamily, rotate_pairs
 from memfit.families.shared.weights import rotary_buffers
@@ -42,11 +46,7 @@ class DeepseekV3(LatentFamily):
         refuse(config, "norm_topk_prob", (True,))
         refuse(config, "rope_interleave", (True,))
         experts = read_groups(config, _DEFAULTS)
-        if experts.count < 2 * experts.groups:
-            raise InvalidRequest(
-                f"config.json: {experts.groups} groups (`n_group`) of {experts.count} experts, but"
-                " a group is ranked by its two best"
-            )
+        check_pairs(experts)
         return latent_architecture(config, self.name, experts, _DEFAULTS)
 
     def config(self, a: Architecture) -> dict[str, Any]:

@@ -7,9 +7,13 @@ from typing import Any, final
 
 from msgspec.structs import replace
 
-from memfit import meta
 from memfit.families import families
-from memfit.families.shared.blocks import GEMMA_NORMS, scaled_embedding, unit_norm
+from memfit.families.shared.blocks import (
+    GEMMA_NORMS,
+    head_norm_attention,
+    scaled_embedding,
+    unit_norm,
+)
 from memfit.families.shared.config import (
     cap,
     cycle,
@@ -25,11 +29,6 @@ from memfit.families.shared.forward import (
     Forward,
     Rotation,
     Weights,
-    attend,
-    keep,
-    module,
-    project,
-    rotate,
 )
 from memfit.families.shared.gated import SandwichFamily, by_name, kinds
 from memfit.families.shared.weights import decoder, gated_block, gated_config, rotary_buffers
@@ -97,27 +96,7 @@ class Gemma3Text(SandwichFamily):
 
     def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
         """See `Decoder.attention`."""
-        return _attention(forward, weights, x, turn)
-
-
-@module
-def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
-    """As Llama's, with norms over heads that are transposed already."""
-    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
-    query = meta.view(project(forward, weights, "self_attn.q_proj", x), *shape)
-    query = meta.transpose(query, 1, 2)
-    key = meta.view(project(forward, weights, "self_attn.k_proj", x), *shape)
-    key = meta.transpose(key, 1, 2)
-    value = meta.view(project(forward, weights, "self_attn.v_proj", x), *shape)
-    value = meta.transpose(value, 1, 2)
-    query = unit_norm(forward, weights["self_attn.q_norm.weight"], query, feeds=False)
-    key = unit_norm(forward, weights["self_attn.k_norm.weight"], key, feeds=False)
-    query, key = rotate(query, key, turn)
-    key, value = keep(forward, key, value)
-    out = attend(forward, query, key, value)
-    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
-    out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
-    return out  # noqa: RET504
+        return head_norm_attention(forward, weights, x, turn, unit_norm)
 
 
 families.register("gemma3_text")(Gemma3Text())

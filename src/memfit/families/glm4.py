@@ -9,18 +9,18 @@ from msgspec.structs import replace
 
 from memfit import meta
 from memfit.families import families
-from memfit.families.shared.blocks import fused_gated_mlp, swap_neighbours
+from memfit.families.shared.blocks import (
+    fused_gated_mlp,
+    plain_attention,
+    repeat_pairs,
+    swap_neighbours,
+)
 from memfit.families.shared.config import flag, fraction_of, read_decoder
 from memfit.families.shared.forward import (
     Forward,
     Rotation,
     Weights,
-    attend,
     cut_head,
-    heads,
-    keep,
-    module,
-    project,
 )
 from memfit.families.shared.gated import SandwichFamily
 from memfit.families.shared.weights import decoder, gated_config, linear, projection_rows
@@ -69,32 +69,18 @@ class Glm4(SandwichFamily):
 
     def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
         """See `Decoder.attention`."""
-        return _attention(forward, weights, x, turn)
+        return plain_attention(forward, weights, x, turn, _rotate)
 
     def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Decoder.feed_forward`."""
         return fused_gated_mlp(forward, weights, x)
 
 
-@module
-def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
-    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
-    query = heads(forward, weights, "self_attn.q_proj", x, shape)
-    key = heads(forward, weights, "self_attn.k_proj", x, shape)
-    value = heads(forward, weights, "self_attn.v_proj", x, shape)
-    query, key = _rotate(query, key, turn)
-    key, value = keep(forward, key, value)
-    out = attend(forward, query, key, value)
-    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
-    out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
-    return out  # noqa: RET504
-
-
 def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
     """Neighbours are pairs, so each block writes cosines and sines out twice for itself."""
     cos, sin = meta.unsqueeze(turn[0], 1), meta.unsqueeze(turn[1], 1)
-    cos = _repeat_pairs(cos)
-    sin = _repeat_pairs(sin)
+    cos = repeat_pairs(cos)
+    sin = repeat_pairs(sin)
     size = cos.shape[-1]
     query_part, query_rest = cut_head(query, size)
     key_part, key_rest = cut_head(key, size)
@@ -103,11 +89,6 @@ def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]
     query_rotated = meta.concatenate((query_rotated, query_rest), 3)
     key_rotated = meta.concatenate((key_rotated, key_rest), 3)
     return query_rotated, key_rotated
-
-
-def _repeat_pairs(x: Tensor) -> Tensor:
-    """`x[..., :half].repeat_interleave(2, dim=-1)`."""
-    return meta.empty(x.meter, x.shape, x.dtype)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -138,7 +138,6 @@ def backward(
                 continue
             successor, position = target
             grad = outputs[i]
-            outputs[i] = None
             waiting[successor] -= 1
             buffer = buffers.get(successor)
             if buffer is None:
@@ -146,6 +145,8 @@ def backward(
             if grad is not None:
                 old = buffer[position]
                 buffer[position] = grad if old is None else _add(old, grad)
+                if old is None:  # moved; what is added to another stays an output meanwhile
+                    outputs[i] = None
                 del old
             del grad, buffer  # nothing but the buffers may hold a gradient from here on
             if waiting[successor] == 0:

@@ -10,7 +10,7 @@ from memfit.core.system.reading import show
 from memfit.records.model import SLIDING, Architecture
 
 # Activations whose saved tensors memfit can size, by Hugging Face's names.
-ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2")
 _SAME_ACTIVATION = {"swish": "silu"}
 
 # Rotary embeddings that keep one vector of frequencies. `dynamic` and `longrope` choose theirs

@@ -275,6 +275,12 @@ def gelu_fast(x: Tensor) -> Tensor:
     return meta.mul(half, bent)
 
 
+def _squared_relu(x: Tensor) -> Tensor:
+    bent = meta.relu(x)
+    squared = meta.power(bent)
+    return squared  # noqa: RET504 - what was bent is alive until here
+
+
 _ACTIVATIONS = {
     "silu": meta.silu,
     "gelu": meta.gelu,
@@ -282,6 +288,7 @@ _ACTIVATIONS = {
     "gelu_new": _gelu_new,
     "gelu_fast": gelu_fast,
     "relu": meta.relu,
+    "relu2": _squared_relu,
 }
 
 

@@ -56,6 +56,15 @@ def read_groups(config: Mapping[str, Any], defaults: Mapping[str, int]) -> Exper
     return experts
 
 
+def check_pairs(experts: Experts) -> None:
+    """Raise InvalidRequest for groups of one expert, where a group is ranked by its two best."""
+    if experts.count < 2 * experts.groups:
+        raise InvalidRequest(
+            f"config.json: {experts.groups} groups (`n_group`) of {experts.count} experts, but"
+            " a group is ranked by its two best"
+        )
+
+
 def router_biases(a: Architecture) -> tuple[TensorSpec, ...]:
     """The corrections of the experts' scores, one vector a layer of experts."""
     layers = max(0, a.layers - a.experts.dense_layers)

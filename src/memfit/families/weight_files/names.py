@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 OTHER_NAMES = {"lm_head.weight": "embed_out.weight"}  # what GPT-NeoX's files still call the head
-ROUTER, EXPERTS = ".mlp.gate.", ".mlp.experts."
+MLP, EXPERTS = ".mlp.", ".mlp.experts."
 MIXTRAL = ".block_sparse_moe."  # what Mixtral's files still call a layer's experts and router
 Place = tuple[int | slice, ...]
 
@@ -34,11 +34,14 @@ class Style(NamedTuple):
 
 
 STYLES = {
-    "mixtral": Style(f"{MIXTRAL}experts.", "w1", "w3", "w2"),
+    **dict.fromkeys(("mixtral", "minimax_m2"), Style(f"{MIXTRAL}experts.", "w1", "w3", "w2")),
     "": Style(EXPERTS, "gate_proj", "up_proj", "down_proj"),
 }
 # families whose files are so
-APART = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+APART = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "minimax_m2",
+    "glm4_moe_lite", "olmoe",
+)  # fmt: skip
 
 
 def find_parts(
@@ -67,7 +70,7 @@ def file_parts(name: str, shape: tuple[int, ...], family: str) -> list[Part]:
     if family in APART and _stacks_experts(name):
         return list(_apart(name, shape, style))
     if style.folder.startswith(MIXTRAL):
-        name = name.replace(ROUTER, f"{MIXTRAL}gate.")
+        name = name.replace(MLP, MIXTRAL)
     return [Part(name, shape)]
 
 
@@ -79,7 +82,7 @@ def _stacks_experts(name: str) -> bool:
 
 def _names(name: str, prefix: str) -> Iterator[str]:
     """Yield the names that files may have for a parameter; a bare backbone's have no prefix."""
-    older = (OTHER_NAMES.get(name, name), name.replace(ROUTER, f"{MIXTRAL}gate."))
+    older = (OTHER_NAMES.get(name, name), name.replace(MLP, MIXTRAL))
     return chain((name, name.removeprefix(f"{prefix}.")), older)
 
 

@@ -114,15 +114,20 @@ def _linear(module: nn.Module, x: Tensor, *, turned: bool) -> Tensor:
 
 
 def _rms_norm(module: Any, x: Tensor, *, kind: Normalise, feeds: bool) -> Tensor:
-    weight, eps = module.weight, getattr(module, "variance_epsilon", None) or module.eps
+    weight, eps = module.weight, _eps(module)
     out, inverse = RmsNorm.apply(x, weight, eps, kind)  # type: ignore[no-untyped-call]
     return mark(out, kind, x, inverse, weight) if feeds else cast(Tensor, out)
 
 
 def _layer_norm(module: Any, x: Tensor, *, feeds: bool) -> Tensor:
-    weight, bias, eps = module.weight, module.bias, module.eps
+    weight, bias, eps = module.weight, getattr(module, "bias", None), _eps(module)
     out: Tensor = LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
     return mark(out, partial(normalise_rows, eps=eps), x, weight, bias) if feeds else out
+
+
+def _eps(norm: Any) -> float:
+    """What a norm adds before it divides, as its class names it."""
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
 
 
 def _activation(module: nn.Module, x: Tensor, *, curve: str) -> Tensor:

@@ -566,6 +566,9 @@ def _bends(base: nn.Module) -> tuple[float | None, float | None]:
     To divide what logits are made of is the same as to divide them, and costs less.
     """
     cap = getattr(base.config, "final_logit_softcapping", None)  # Gemma's
+    factor = getattr(base, "logit_scale", None)  # Cohere's, which multiplies
+    if factor is not None:
+        return cap, 1.0 / factor
     return cap, getattr(base.config, "logits_scaling", cap)  # Granite's
 
 
