@@ -216,7 +216,10 @@ Mine(model, SFTConfig('out', {ARGUMENTS}), peft_config=lora, optimizers=(opt, No
       "makes 2 trainers: `SFTTrainer`, `DPOTrainer`", "a file of its own"),
      (f"KTOTrainer('gpt2', args=KTOConfig('out', {ARGUMENTS}))", "memfit describes how it",
       "framework: memfit"),
-     ("def f(x):\n    return f(x) + f(x) + f(x)\nSFTTrainer(f(1), SFTConfig('out'))",
+     ("def f(x):\n    return f(x) + f(x)\nSFTTrainer(f(1), SFTConfig('out'))",
+      "`model_name_or_path` of `SFTTrainer`", "--set model="),
+     ("def f0(): pass\n" + "".join(f"def f{n + 1}():\n    " + 4 * f"f{n}();" + "\n"
+                                   for n in range(12)) + "SFTTrainer(f12(), SFTConfig('out'))",
       "is too long to be read", ""),
      ("x = 'ab'\n" + "x = f'{x}{x}'\n" * 60 + "SFTTrainer(x, SFTConfig('out'))",
       "`model_name_or_path` of `SFTTrainer`", "--set model="),

@@ -63,7 +63,7 @@ class Program:
         self.happened: dict[str, str] = {}  # what is done to the model -> as it is written
         self._called: set[str] = set()
         self._left = MOST_STATEMENTS
-        self._deep = 0
+        self._open: list[str] = []  # functions that are being called
         self._returned: Any = None
 
     def follow(self, body: Sequence[ast.stmt]) -> None:
@@ -318,7 +318,7 @@ class Program:
     ) -> Any:
         """What a function of the program's own returns."""
         self._called.add(function.name)
-        if self._deep >= DEEPEST:
+        if function.name in self._open or len(self._open) >= DEEPEST:
             return Computed(f"{function.name}(…)")
         taken = [*function.args.posonlyargs, *function.args.args]
         defaults = function.args.defaults
@@ -333,9 +333,9 @@ class Program:
         before, self._returned = self._returned, None
         with self._scope():
             self.names |= own
-            self._deep += 1
+            self._open.append(function.name)
             self.run(function.body)
-            self._deep -= 1
+            self._open.pop()
         found, self._returned = self._returned, before
         return found
 
