@@ -8,6 +8,7 @@ import pytest
 
 from memfit import api
 from memfit.core.errors import InvalidRequest
+from memfit.records.ledger import Kind
 
 DEVICE = {"hardware": {"device": "a100-sxm-80"}}
 HEAD = """
@@ -168,7 +169,7 @@ def test_transformers_own_trainer_has_its_own_defaults_and_rows_as_the_program_c
     [("for p in model.parameters():\n    p.requires_grad = False", {"requires_grad": "weights"}),
      ("model = model.half()", {"dtype": "nothing"}),
      ("model = prepare_model_for_kbit_training(model)",
-      {"prepare_model_for_kbit_training": "step"}),
+      {"prepare_model_for_kbit_training": "nothing"}),
      ("class Mine(SFTTrainer):\n    def compute_loss(self, *a): ...\nSFTTrainer = Mine", {}),
      ("", {})],
 )  # fmt: skip
@@ -176,6 +177,28 @@ def test_what_a_program_does_to_the_model_is_not_passed_over(text, keys, tmp_pat
     load = "model = AutoModelForCausalLM.from_pretrained('qwen3-0.6b', dtype='float32')\n"
     checked, _ = ask(tmp_path, f"{load}{text}\nSFTTrainer(model, SFTConfig('out', {ARGUMENTS}))")
     assert {one.key: one.least for one in checked.undescribed} == keys
+
+
+@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
+def test_a_quantised_base_is_made_fp32_around_its_products_where_the_program_asks_for_it(
+    trainer, tmp_path
+):
+    found = {}
+    for call in ("", "model = prepare_model_for_kbit_training(model)\n"):
+        text = (
+            f"{BITS}\nmodel = AutoModelForCausalLM.from_pretrained('qwen3-0.6b', dtype='bfloat16',"
+            f" quantization_config=bits)\n{call}lora = LoraConfig(target_modules='all-linear')\n"
+            "model = get_peft_model(model, lora)\nrows = tokenizer(text, truncation=True,"
+            " max_length=256)\nargs = TrainingArguments('out', per_device_train_batch_size=1,"
+            f" bf16=True, gradient_checkpointing=True)\n{trainer}(model=model, args=args)\n"
+        )
+        checked, plan = ask(tmp_path, text, task={"sequence_length": 256})
+        assert not checked.undescribed
+        found[bool(call)] = sum(
+            one.nbytes for one in plan.memory.entries if one.kind == Kind.PARAMETERS
+        )
+    embedding = 151936 * 1024  # of 16 bits, and of 32
+    assert 2 * embedding <= found[True] - found[False] <= 2.01 * embedding
 
 
 def test_what_is_not_described_or_another_model_is_named(tmp_path):

@@ -43,6 +43,7 @@ ADAPTERS = {
     "modules_to_save": "lora_modules_to_save",
 }
 OF_PEFT = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # its own defaults
+PREPARED = "prepare_model_for_kbit_training"  # what is not quantised becomes fp32
 COMPUTE = "bnb_4bit_compute_dtype"
 # what moves no memory: of a model's loading, of adapters, of a trainer
 QUIET_LOADS = frozenset((
@@ -70,7 +71,7 @@ STATED = {  # on memfit's command line, in place of what is computed
 }  # fmt: skip
 HAPPENED: dict[str, tuple[Least, str]] = {
     "requires_grad": ("weights", "the program decides which weights are trained"),
-    "prepare_model_for_kbit_training": ("step", "what is not quantised becomes fp32"),
+    PREPARED: ("nothing", "a model that is not quantised becomes fp32"),
     "dtype": ("nothing", "the program stores the model in another precision"),
     "add_adapter": ("weights", "the program adds adapters by itself"),
 }
@@ -117,6 +118,9 @@ class ProgramsReader(Reader):
         """See `Reader.read`."""
         own = Arguments(**{key: taken.data[key] for key in Arguments._fields})
         taken.data.clear()  # what it holds is read as the files of other tools are
+        quantised = own.data.get("load_in_4bit") or own.data.get("load_in_8bit")
+        if quantised and not reading.own and (PREPARED in own.happened or not own.objective):
+            reading.put("options.prepare_kbit", own.happened.pop(PREPARED, "") != "")
         for name, text in own.happened.items():
             if name in HAPPENED:
                 least, why = HAPPENED[name]
