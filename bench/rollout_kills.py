@@ -2,13 +2,13 @@
 
     python bench/rollout_kills.py [OBJECTIVE [SEED]]    writes bench/results/rollout_kills.json
 
-A tiny Llama with adapters learns on this CPU: by GRPO, groups of four answers; by online DPO,
-pairs; by PPO, single answers and a value. Answers come in two waves of slots, there is a KL
-divergence, GRPO and PPO make two updates with each rollout, and every second iteration has a
-checkpoint. For each part (rollout, reward, score with reference, PPO's values, update, save) a run
-is killed by SIGKILL at random moments within that part, ten times, each time after the same command
-went on; then it goes on to its end. The claim: model, log and rewards are those of a run that
-nobody disturbed, bit by bit.
+A tiny Llama learns on this CPU, with adapters: by GRPO, groups of four answers; by online DPO,
+pairs; by PPO, single answers and a value. `ppo_full` is PPO of all weights, with a value model.
+Answers come in two waves of slots, there is a KL divergence, GRPO and PPO make two updates with
+each rollout, and every second iteration has a checkpoint. For each part (rollout, reward, score
+with reference, PPO's values, update, save) a run is killed by SIGKILL at random moments within that
+part, ten times, each time after the same command went on; then it goes on to its end. The claim:
+model, log and rewards are those of a run that nobody disturbed, bit by bit.
 """
 
 from __future__ import annotations

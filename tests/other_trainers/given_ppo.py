@@ -1,8 +1,8 @@
 """An iteration of PPO over answers that are given, by memfit; `trl_ppo.py` beside it has TRL's.
 
-What is compared begins with the answers. Policy and value are adapters of a base; the reference is
-the base without them. The updates are plain gradient descent, so that rounding stays as small as it
-is.
+What is compared begins with the answers. Policy and value are adapters of a base, and the reference
+is the base without them; where all weights are trained, all three are models. The updates are plain
+gradient descent, so that rounding stays as small as it is.
 """
 
 from collections import Counter
@@ -37,6 +37,8 @@ CASES = {
     "white rewards": {"whiten_rewards": True},
     "missing end": {"missing_eos_penalty": 1.5},
     "warm": {"temperature": 1.3},
+    "all weights": {},
+    "all weights, clipped": {"cliprange": 0.01, "cliprange_value": 0.01, "vf_coef": 0.5},
 }  # fmt: skip
 USUAL = {"num_ppo_epochs": 4, "kl_coef": 0.05, "temperature": 0.7}
 
@@ -45,19 +47,28 @@ def make_answers():
     return draw_answers(LENGTHS, LONGEST, END)
 
 
-def make():
-    """memfit's model, away from the start, at which the policy is the reference."""
+def is_whole(case):
+    """Whether all weights of policy and value are trained."""
+    return case.startswith("all weights")
+
+
+def make(*, whole=False, moved=True):
+    """memfit's model; moved: away from the start, at which the policy is the reference, and of all
+    weights the value, too, but for its head."""
     rollout = Rollout(num_generations=1, max_prompt_length=5, max_completion_length=LONGEST)
     recipe = make_recipe(
-        "llama", method="lora", objective="ppo", micro_batch=len(PROMPTS), rollout=rollout,
-        sequence_length=rollout.width, lora=Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")),
+        "llama", method="full" if whole else "lora", objective="ppo", micro_batch=len(PROMPTS),
+        rollout=rollout, policy=Policy(beta=0.05), sequence_length=rollout.width,
+        lora=Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")),
     )  # fmt: skip
     built = make_built(replace(recipe, optimizer=replace(recipe.optimizer, clip_norm=0.0)))
     random = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in built.model.named_parameters():
-            if ".lora_B." in name or name.endswith("score.weight"):
+            if moved and (".lora_B." in name or name.endswith("score.weight")):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+            elif moved and whole:
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=random))
     return built
 
 
@@ -80,9 +91,9 @@ class Scores(Constant):
         return Judged(tuple(SCORES[int(prompt)] for prompt in prompts), Counter())
 
 
-def ours(settings, answers, cut):
+def ours(case, answers, cut):
     """Losses, gradients, figures and advantages of memfit's, in micro-batches of `cut` rows."""
-    built = make()
+    settings, built = CASES[case], make(whole=is_whole(case))
     recipe = replace(built.recipe, micro_batch=cut, accumulation=len(PROMPTS) // cut)
     descent = Descent((n, p) for n, p in built.model.named_parameters() if p.requires_grad)
     built = Built(recipe, built.model, descent)

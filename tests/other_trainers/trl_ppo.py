@@ -1,9 +1,10 @@
 """TRL 1.12's own PPOTrainer beside memfit's iteration; run by TRL's Python with that version first.
 
 Writes to the named file a JSON object by case. The answers are given, not sampled: what is compared
-begins with them. Policy and value are adapters of equal weights in two copies of a base; the
-reference is the base without them. Each update has its losses and gradients, the first one's are of
-the same weights to the bit, those after it are of weights that each side moved itself.
+begins with them. Policy and value are adapters of equal weights in two copies of a base, and the
+reference is the base without them; or policy, value and reference are three models. Each update has
+its losses and gradients, the first one's are of the same weights to the bit, those after it are of
+weights that each side moved itself.
 """
 
 import json
@@ -31,6 +32,7 @@ from other_trainers.given_ppo import (
     USUAL,
     Descent,
     fingerprint,
+    is_whole,
     make,
     make_answers,
     ours,
@@ -58,10 +60,33 @@ class Reward(torch.nn.Module):
         return hidden
 
 
-def models(state):
-    """Policy and value, each with an adapter of its own over a base of its own."""
+def find_config():
     config = AutoConfig.for_model(**make_recipe("llama").model.config, num_labels=1)
     config.pad_token_id = PAD
+    return config
+
+
+def whole_models(state):
+    """Policy, value and reference, and the descent of the first two."""
+    kinds = (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForCausalLM)
+    policy, value, reference = (
+        kind.from_config(find_config(), attn_implementation="eager") for kind in kinds
+    )
+    own = {n: w for n, w in state.items() if "value." not in n and n != "score.weight"}
+    policy.load_state_dict(own)
+    valued = {n.removeprefix("value."): w for n, w in state.items() if n not in own}
+    value.load_state_dict(valued)
+    start = make(whole=True, moved=False).model.state_dict()
+    reference.load_state_dict({n: start[n] for n in own})
+    named = [*policy.named_parameters()]
+    named += [(n if n == "score.weight" else f"value.{n}", p) for n, p in value.named_parameters()]
+    return policy, value, reference, Descent(named)
+
+
+def models(state):
+    """Policy and value, each with an adapter of its own over a base of its own; no reference, and
+    the descent of both."""
+    config = find_config()
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     policy = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     policy = get_peft_model(policy, lora)
@@ -80,7 +105,7 @@ def models(state):
         ("base_model.model." + n.replace(".default.", ".value."), p)
         for n, p in value.named_parameters() if p.requires_grad
     ]  # fmt: skip
-    return policy, value, Descent(named)
+    return policy, value, None, Descent(named)
 
 
 class Watched:
@@ -121,9 +146,11 @@ class Watched:
         ppo_trainer.masked_whiten = self._whiten
 
 
-def theirs(settings, folder, answers, state):
+def theirs(case, folder, answers):
     """Losses, gradients, figures and advantages of TRL's trainer."""
-    policy, value, descent = models(state)
+    whole, settings = is_whole(case), USUAL | CASES[case]
+    state = {n: w.clone() for n, w in make(whole=whole).model.state_dict().items()}
+    policy, value, reference, descent = (whole_models if whole else models)(state)
     reward, tokenizer = Reward(), make_tokenizer()
     tokenizer.padding_side = "left"
     arguments = PPOConfig(
@@ -134,7 +161,7 @@ def theirs(settings, folder, answers, state):
     )  # fmt: skip
     still = torch.optim.lr_scheduler.LambdaLR(descent, lambda _: 1.0)
     trainer = PPOTrainer(
-        args=arguments, processing_class=tokenizer, model=policy, ref_model=None,
+        args=arguments, processing_class=tokenizer, model=policy, ref_model=reference,
         reward_model=reward, value_model=value, optimizers=(descent, still),
         train_dataset=Dataset.from_dict({"input_ids": list(PROMPTS)}),
         data_collator=DataCollatorWithPadding(tokenizer),
@@ -163,14 +190,13 @@ def told(other):
 
 def main():
     answers = make_answers()
-    state = {n: w.clone() for n, w in make().model.state_dict().items()}
     found = {}
-    for name, settings in CASES.items():
+    for name in CASES:
         with tempfile.TemporaryDirectory() as folder:
-            other = theirs(USUAL | settings, folder, answers, state)
+            other = theirs(name, folder, answers)
         found[name] = told(other)
         for key, cut in (("apart", len(PROMPTS)), ("apart, cut", 2)):
-            mine = ours(settings, answers, cut)
+            mine = ours(name, answers, cut)
             pairs = zip(mine[1], other[1], strict=True)
             found[name][key] = [largest(first, second) for first, second in pairs]
     Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")

@@ -37,8 +37,17 @@ OF_PAIRS_CHUNKED = (
 PENALISED = ("rloo", {**LORA, **CHUNKED}, KL, {"rows": 2})
 VALUED = ("ppo", ADAPTED, Policy(beta=0.05, num_iterations=2), {"num_generations": 1})
 AT_ONCE = ("ppo", {**LORA, **CHUNKED, "recompute_blocks": 2}, Policy(), {"num_generations": 1})
+WHOLE = ("ppo", MIXED, *VALUED[2:])
 CASES = {
     "llama, ppo": ("llama", VALUED),
+    "llama, ppo, full": ("llama", WHOLE),
+    "qwen3, ppo, full, recomputed in part": (
+        "qwen3", ("ppo", {**CHUNKED, "selective_blocks": 2}, Policy(), {"num_generations": 1})
+    ),
+    "gpt2, ppo, freeze": (
+        "gpt2", ("ppo", {"method": "freeze", "freeze": Freeze(last_blocks=1)}, *VALUED[2:])
+    ),
+    "qwen3_moe, ppo, full, experts": ("qwen3_moe", WHOLE),
     "llama, ppo, chunked, recomputed": ("llama", AT_ONCE),
     "llama, ppo, nf4": ("llama", (VALUED[0], {**ADAPTED, "base_format": "nf4"}, *VALUED[2:])),
     "gpt_neox, ppo": ("gpt_neox", VALUED),
@@ -137,7 +146,7 @@ ALIKE = (
     "qwen3, lora", "qwen3, full", "opt, lora", "phi, lora", "phi3, lora", "olmo2, full",
     "stablelm, full", "glm4_moe, lora", "deepseek_v2, lora, latent attention", "opt, ppo",
     "falcon, lora", "gptj, lora", "granite, rloo, scaled", "mpt, full, by distance",
-    "gpt2, freeze, with a reference",
+    "gpt2, freeze, with a reference", "qwen3_moe, ppo, full, experts",
 )  # fmt: skip
 
 
@@ -189,7 +198,7 @@ ON_CUDA = [
     "gpt_oss, sinks", "deepseek_v3, lora, latent attention", "qwen3_moe, full, experts",
     "llama, pairs", "gpt_neox, pairs", "qwen3, pairs, chunked",
     "llama, nf4, inputs of blocks on the host", "gpt_neox, ppo, activations on the host",
-    "llama, full, activations on the host", "llama, pairs, full",
+    "llama, full, activations on the host", "llama, pairs, full", "llama, ppo, full",
 ]  # fmt: skip
 
 

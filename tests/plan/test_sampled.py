@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from memfit import api
 from memfit.catalog import find_device
 from memfit.core.errors import InvalidRequest
+from memfit.families import read_model
 from memfit.plan.request.wording import restate
 from memfit.records import from_data, to_data
 from memfit.records.ledger import Kind, Phase
@@ -109,11 +110,31 @@ def test_ppo_takes_what_trl_s_ppo_config_takes():
     assert "the value is a second adapter" in str(made.assumptions)
 
 
+@pytest.mark.parametrize("method", ["full", "freeze"])
+def test_ppo_of_all_weights_has_a_value_model_and_says_so(method):
+    """Three times the weights, twice the gradients and states, and longer updates."""
+    freeze = {"last_blocks": 2} if method == "freeze" else {}
+    made = plan(ask("ppo", method=method, freeze=freeze, micro_batch=1))
+    alone = plan(ask("grpo", method=method, freeze=freeze, micro_batch=1))
+    assert made.recipe.method == method
+    assert "the value is a second copy of the trained weights" in str(made.assumptions)
+    assert "the reference is a frozen copy" in str(made.assumptions)
+    parameters, states = (
+        [held.ledger.by_kind(Phase.OPTIMIZER_STEP)[kind] for held in (made, alone)]
+        for kind in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE)
+    )
+    head = sum(w.nbytes for w in read_model(made.recipe.model).weights if w.part == "head")
+    own = states[1] - 2 * head  # AdamW's two numbers in fp32, of each weight
+    assert states[0] - states[1] == pytest.approx(own, rel=5e-3)
+    assert parameters[0] - parameters[1] == pytest.approx(states[1] / 2 + own / 2, rel=5e-3)
+    owners = {e.owner: e.because for e in made.ledger.at(Phase.FORWARD)}
+    assert "trained beside the policy" in owners["value"]
+
+
 @pytest.mark.parametrize(
     ("objective", "changes", "says"),
     [
-        ("ppo", {"method": "full"}, "what is trained whole would be three models"),
-        ("ppo", {"method": "dora"}, "use `method: lora`"),
+        ("ppo", {"method": "dora"}, "use `method: lora`, or `full`"),
         ("ppo", {"policy": {"beta": 0.1}}, "write `ppo.kl_coef`"),
         ("ppo", {"policy": {"num_iterations": 2}}, "write `ppo.num_ppo_epochs`"),
         ("ppo", {"policy": {"loss_type": "grpo"}}, "it has no `loss_type`"),

@@ -28,8 +28,9 @@ POLICIES = {  # two updates with a rollout where an objective has them
     "grpo": Policy(beta=0.1, num_iterations=2),
     "online_dpo": Policy(loss_type="sigmoid", beta=0.1),
     "ppo": Policy(beta=0.05, num_iterations=2),
+    "ppo_full": Policy(beta=0.05, num_iterations=2),  # a value model and a frozen reference
 }
-GENERATIONS = {"grpo": 4, "online_dpo": 2, "ppo": 1}
+GENERATIONS = {"grpo": 4, "online_dpo": 2, "ppo": 1, "ppo_full": 1}
 
 
 def changes_of(objective):
@@ -38,8 +39,8 @@ def changes_of(objective):
         ROLLOUT, rows=8, max_completion_length=12, num_generations=GENERATIONS[objective]
     )
     return {
-        **LORA, "steps": STEPS, "policy": POLICIES[objective], "rollout": rollout,
-        "sequence_length": 24,
+        **({} if objective == "ppo_full" else LORA), "steps": STEPS,
+        "policy": POLICIES[objective], "rollout": rollout, "sequence_length": 24,
     }  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def tell_parts(objective: str) -> None:
         if loop.take_iteration is iterate:
             loop.take_iteration = begin
             learn._score = telling("score", learn._score)
-            if objective == "ppo":
+            if objective.startswith("ppo"):
                 learn._find_target = telling("values", learn._find_target)
             learn.step = telling("update", learn.step)
             Judges.judge = telling("reward", Judges.judge)
@@ -88,7 +89,7 @@ def telling_rollouts(work):
 
 def train(objective: str, folder: Path, data: Path, cache: Path) -> None:
     tell_parts(objective)
-    recipe = recipe_of(data.parent, objective, **changes_of(objective))
+    recipe = recipe_of(data.parent, objective.removesuffix("_full"), **changes_of(objective))
     run(recipe, data, folder, cache, save_every=2)
 
 

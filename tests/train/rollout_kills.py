@@ -19,7 +19,7 @@ LATEST = 3  # of a part's beginnings after a start, at which one it is killed
 
 def parts_of(objective: str) -> tuple[str, ...]:
     """The parts of an iteration of an objective; `score` is the reference's forward, too."""
-    return OF_VALUES if objective == "ppo" else PARTS
+    return OF_VALUES if objective.startswith("ppo") else PARTS
 
 
 class Runs:

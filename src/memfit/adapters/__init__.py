@@ -51,12 +51,13 @@ class Adapter(ABC):
         )
 
     def valuing(self, module: nn.Module) -> AbstractContextManager[object]:
-        """The value's own adapter of the base runs meanwhile, in place of the policy's.
+        """What learns a value runs meanwhile, in place of the policy: an adapter or a copy.
 
-        Raises InvalidRequest where the method has no adapters.
+        Raises InvalidRequest where the method has neither.
         """
         raise InvalidRequest(
-            "the method has no second adapter that could learn a value", hint="use `method: lora`"
+            "the method has nothing that could learn a value beside the policy",
+            hint="use `method: lora`, or `full`",
         )
 
     def judging(self, module: nn.Module) -> AbstractContextManager[object]:

@@ -8,8 +8,7 @@ from typing import final
 from msgspec.structs import replace
 
 from memfit.adapters import adapters
-from memfit.adapters.shared.apply import store_rows
-from memfit.adapters.shared.in_place import InPlace
+from memfit.adapters.shared.in_place import InPlace, store_in_place
 from memfit.adapters.shared.quantised_base import check_base
 from memfit.core.errors import InvalidRequest, did_you_mean
 from memfit.records.model import SCORE, Model, Weight
@@ -46,8 +45,7 @@ class Freeze(InPlace):
             replace(row, trainable=_is_trained(row, first, layers, freeze.patterns))
             for row in model.weights
         )
-        stored = store_rows(rows, recipe.trainable_dtype, recipe.frozen_dtype)
-        return replace(model, weights=stored)
+        return store_in_place(model, rows, recipe)
 
 
 def _is_trained(row: Weight, first: int, layers: int, patterns: tuple[str, ...]) -> bool:

@@ -7,8 +7,7 @@ from typing import final
 from msgspec.structs import replace
 
 from memfit.adapters import adapters
-from memfit.adapters.shared.apply import store_rows
-from memfit.adapters.shared.in_place import InPlace
+from memfit.adapters.shared.in_place import InPlace, store_in_place
 from memfit.adapters.shared.quantised_base import check_base
 from memfit.records.model import Model
 from memfit.records.recipe import Recipe
@@ -22,8 +21,7 @@ class Full(InPlace):
         """See `Adapter.adapt`."""
         check_base(model, recipe.base_format, recipe.method)
         rows = (replace(row, trainable=True) for row in model.weights)
-        stored = store_rows(rows, recipe.trainable_dtype, recipe.frozen_dtype)
-        return replace(model, weights=stored)
+        return store_in_place(model, rows, recipe)
 
 
 adapters.register("full")(Full())

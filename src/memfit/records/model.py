@@ -19,6 +19,7 @@ DTYPE_BYTES = {
 
 SLIDING = "sliding"  # a kind of block
 SCORE = "score.weight"  # the head of Hugging Face's classes of sequence classification
+VALUE_MODEL = "value."  # before the names of a value's own weights, beside those of the policy
 REWARD_SCORE = "reward_score.weight"  # the same of a reward model's adapter, beside a value's
 
 
@@ -204,6 +205,11 @@ class Weight(Record, frozen=True, kw_only=True):
         if self.coding:
             return sum(spec.nbytes for spec in self.stored.values())
         return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def of_value(self) -> bool:
+        """Whether it is a value's own, and no adapter's; see adapters/shared/value_model.py."""
+        return self.name.startswith(VALUE_MODEL)
 
     @property
     def routed(self) -> bool:

@@ -7,6 +7,7 @@ from memfit.objectives import find_objective
 from memfit.records.recipe import ADAPTED, Method, Parallel, Recipe, Regularisation
 from memfit.records.reinforcement import OF_TOKENS, Policy, pair_losses
 
+VALUED = ("lora", "full", "freeze")  # methods that learn a value beside the policy
 ON_RANKS = ("grpo", "rloo")  # whose answers ranks sample, each to prompts of its own
 
 
@@ -257,13 +258,12 @@ def check_two_answers(objective: str, generations: int, micro_batch: int) -> Non
 
 
 def check_values(objective: str, method: str) -> None:
-    """Raise InvalidRequest where a value has no adapter of its own beside the policy's."""
-    if method != "lora":
+    """Raise InvalidRequest where a method has nothing that learns a value beside the policy."""
+    if method not in VALUED:
         raise InvalidRequest(
-            f"`objective: {objective}` under `method: {method}`: policy, reference and value are"
-            " one base, the value with an adapter of its own, and what is trained whole would be"
-            " three models",
-            hint="use `method: lora`",
+            f"`objective: {objective}` under `method: {method}`, whose adapters stand once on a"
+            " base: a value is learned by a second adapter, or by a second copy of the weights",
+            hint="use `method: lora`, or `full`",
         )
 
 

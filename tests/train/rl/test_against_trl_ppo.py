@@ -27,15 +27,16 @@ def compared(tmp_path_factory):
 @pytest.mark.parametrize("cut", [8, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_losses_gradients_and_figures_are_those_that_trl_had(case, cut):
-    losses, gradients, figures, advantages = ours(CASES[case], make_answers(), cut)
+    losses, gradients, figures, advantages = ours(case, make_answers(), cut)
     recorded = RECORDED[case]
     assert losses == pytest.approx(recorded["losses"], abs=1e-6)
     assert len(losses) == CASES[case].get("num_ppo_epochs", 4)
     expected = recorded["gradients"]
     found = fingerprint(gradients[-1])
     assert found.keys() == expected.keys()
-    assert any(".value." in name for name in found)
-    assert any(".default." in name for name in found)
+    valued = [n for n in found if "value." in n]
+    assert valued
+    assert len(valued) < len(found)
     scale = max(map(abs, expected.values()))
     for name, number in expected.items():
         assert found[name] == pytest.approx(number, abs=5e-6 * scale), name
@@ -53,9 +54,9 @@ def test_losses_gradients_and_figures_are_those_that_trl_had(case, cut):
 def test_cases_reach_every_clause():
     """Else a bug in one of them could stay."""
     assert set(RECORDED) == set(CASES)
-    clipped = RECORDED["clipped"]
-    assert clipped["clipped"] > 0.1
-    assert clipped["clipped_values"] > 0.1
+    for case in ("clipped", "all weights, clipped"):
+        assert RECORDED[case]["clipped"] > 0.1
+        assert RECORDED[case]["clipped_values"] > 0.1
     assert min(LENGTHS) == 1
     assert LENGTHS.count(6) > 1
     plain = RECORDED["as they come"]["losses"]

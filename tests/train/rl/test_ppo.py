@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from msgspec.structs import replace
+from torch.func import functional_call
 
 from memfit.records.ledger import Phase
+from memfit.records.recipe import Freeze
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout, ValueSettings
 from memfit.train.generation.settings import Completion
 from memfit.train.rl.judging import Judges
@@ -71,10 +73,10 @@ def make_learning(policy, value, answers, judge=Scores):
     return Learning("ppo", policy, sampling, value)
 
 
-def make(cut=4, **changes):
+def make(cut=4, family="llama", **changes):
     recipe = make_recipe(
-        "llama", method="lora", objective="ppo", micro_batch=cut, accumulation=4 // cut,
-        rollout=ROLLOUT, sequence_length=ROLLOUT.width, **changes,
+        family, objective="ppo", micro_batch=cut, accumulation=4 // cut, rollout=ROLLOUT,
+        sequence_length=ROLLOUT.width, **{"method": "lora", "policy": POLICY, **changes},
     )  # fmt: skip
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, clip_norm=0.0, learning_rate=0.02))
     built = make_built(recipe)
@@ -83,27 +85,52 @@ def make(cut=4, **changes):
         for name, parameter in built.model.named_parameters():
             if ".lora_B." in name or name.endswith("score.weight"):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+            elif not built.recipe.adapted and parameter.requires_grad:
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=random))
     return built
+
+
+class Alone:
+    """One of the models that full training has, with weights of its own and the others' modules."""
+
+    def __init__(self, built, of):
+        self.model, named = built.model, dict(built.model.named_parameters())
+        self.own = {n: p for n, p in named.items() if not n.startswith("value.")}
+        if of == "value":
+            self.own |= {
+                n.removeprefix("value."): p for n, p in named.items() if n.startswith("value.")
+            }
+        if of == "reference":
+            self.own |= dict(make_built(built.recipe).model.named_parameters())
+
+    def __call__(self, ids, part=""):
+        own = {n.removeprefix(part): p for n, p in self.own.items() if n.startswith(part)}
+        return functional_call(self.model.get_submodule(part.rstrip(".")), own, (ids,))
 
 
 def run_rows(built, answers, of):
     """Of each row: log-probabilities of its answer's tokens, or values of its places."""
     model, found = built.model, []
+    run = model if built.recipe.adapted else Alone(built, of)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         ids, start = torch.tensor([[*prompt, *answer]]), len(prompt) - 1
         if of == "value":
-            hidden = model.base_model.model.model(ids).last_hidden_state
-            values = model.base_model.model.score(hidden)[0, :, 0]
+            base = model.get_base_model() if built.recipe.adapted else model
+            prefix = f"{base.base_model_prefix}."
+            made = base.model(ids) if built.recipe.adapted else run(ids, prefix)
+            values = base.score(made.last_hidden_state)[0, :, 0]
             found.append(values[start : start + min(len(answer) + 1, MOST)])
             continue
-        logits = model(ids).logits[0] / ROLLOUT.temperature
+        logits = run(ids).logits[0] / ROLLOUT.temperature
         chances = torch.log_softmax(logits, -1)
         found.append(chances[range(start, start + len(answer)), answer])
     return found
 
 
 def run_as(built, answers, of):
-    """The same under peft's own choice of the adapter."""
+    """The same under peft's own choice of the adapter, or of one of three models."""
+    if not built.recipe.adapted:
+        return run_rows(built, answers, of)
     if of == "reference":
         with built.model.disable_adapter():
             return run_rows(built, answers, of)
@@ -195,11 +222,54 @@ def test_loss_and_gradients_are_those_of_plain_autograd(name, cut):
         assert made["clipped_values"] > 0
 
 
-def test_blocks_that_are_recomputed_change_nothing():
-    """The value's adapter runs in its backward, too, where its blocks are made a second time."""
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"method": "full"}),
+        ("gpt_neox", {"method": "full"}),
+        ("qwen3", {"method": "full"}),  # whose head is its embedding
+        ("llama", {"method": "freeze", "freeze": Freeze(last_blocks=2)}),
+    ],
+)
+def test_all_weights_are_learned_as_three_models_would_be(family, changes):
+    """By functional calls of each model's own weights; the frozen ones of freeze are shared."""
+    policy, value = SETTINGS["clipped"]
+    answers = make_answers()
+    theirs = restated_updates(policy, value, answers, family=family, **changes)
+    built = make(2, family=family, **changes)
+    gradients = gradients_in(built)
+    made = iterate(built, make_learning(policy, value, answers), 0).figures
+    loss, _, expected = theirs[-1]
+    assert made["loss"] == pytest.approx(loss, abs=1e-6)
+    assert gradients.keys() == expected.keys()
+    own = {n.removeprefix("value.") for n in expected if n.startswith("value.")}
+    heads = {"lm_head.weight", "score.weight"}
+    assert own == {n for n in expected if not n.startswith("value.")} - heads
+    most = max(float(g.abs().max()) for g in expected.values())
+    for key, gradient in expected.items():
+        # behind an update by AdamW, which divides small gradients by themselves
+        assert float((gradients[key] - gradient).abs().max()) < 1e-5 * most, key
+
+
+def test_a_value_of_all_weights_begins_as_the_policy():
+    """And the first numbers of the policy are those that it has without a value."""
+    recipe = replace(make(method="full").recipe, policy=POLICY)
+    named = dict(make_built(recipe).model.named_parameters())
+    plain = make_built(make_recipe("llama", objective="pretrain", method="full")).model
+    for name, weight in plain.named_parameters():
+        assert torch.equal(named[name], weight), name
+        if name != "lm_head.weight":
+            assert torch.equal(named[f"value.{name}"], weight), name
+            assert named[f"value.{name}"] is not named[name]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_blocks_that_are_recomputed_change_nothing(method):
+    """The value's adapter, or its copy of the weights, runs in its backward, too, where its blocks
+    are made a second time."""
     answers, found = make_answers(), []
     for blocks in (0, 3):
-        built = make(2, recompute_blocks=blocks)
+        built = make(2, recompute_blocks=blocks, method=method)
         gradients = gradients_in(built)
         iterate(built, make_learning(POLICY, ValueSettings(), answers), 0)
         found.append(gradients)
@@ -207,12 +277,12 @@ def test_blocks_that_are_recomputed_change_nothing():
         torch.testing.assert_close(found[1][key], gradient)
 
 
-@pytest.mark.parametrize("recomputed", [0, 3])
-def test_activations_that_wait_on_the_host_change_no_bit(recomputed):
+@pytest.mark.parametrize(("recomputed", "method"), [(0, "lora"), (3, "lora"), (0, "full")])
+def test_activations_that_wait_on_the_host_change_no_bit(recomputed, method):
     """Neither the policy's nor the value's, whose blocks are the same modules."""
     answers, found = make_answers(), []
     for offload in ("none", "activations"):
-        built = make(2, recompute_blocks=recomputed, offload=offload)
+        built = make(2, recompute_blocks=recomputed, offload=offload, method=method)
         gradients = gradients_in(built)
         iterate(built, make_learning(POLICY, ValueSettings(), answers), 0)
         found.append(gradients)

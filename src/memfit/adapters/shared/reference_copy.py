@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from memfit.adapters.shared.apply import replace_parameters
 from memfit.core.errors import InvalidRequest
+from memfit.records.model import SCORE, VALUE_MODEL, Model, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,8 +51,18 @@ def running_reference(module: nn.Module) -> Iterator[None]:
         replace_parameters(module, lambda name, old: own.get(name, old))
 
 
+def copied_rows(model: Model) -> list[Weight]:
+    """What there is a copy of: what is trained of the policy, without a value beside it."""
+    return [w for w in model.weights if w.trainable and _is_of_policy(w.name)]
+
+
+def _is_of_policy(name: str) -> bool:
+    return not name.startswith(VALUE_MODEL) and name != SCORE
+
+
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+    named = module.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and _is_of_policy(name)}
 
 
 def _copies(module: nn.Module) -> dict[str, Tensor]:

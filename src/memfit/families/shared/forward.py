@@ -29,7 +29,7 @@ from memfit.meta.losses.cross_entropy import Bends, bent_mean, chunked_sum, cros
 from memfit.meta.losses.policy import TokenLogProbs, chunked_token_log_probs, plain_token_log_probs
 from memfit.meta.losses.preference import chunked_log_probs, merge_context, plain_log_probs
 from memfit.meta.losses.scores import at_ends
-from memfit.records.model import Architecture
+from memfit.records.model import VALUE_MODEL, Architecture
 from memfit.records.recipe import Regularisation
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
@@ -623,6 +623,17 @@ def with_adapter(weights: Weights, adapter: str) -> Weights:
             if ".lora_" not in name or own in name
         }
     )
+
+
+def with_values(weights: Weights) -> Weights:
+    """The weights with those of a value's own model in place of the policy's."""
+    own = of_policy(weights)
+    return own | {n.removeprefix(VALUE_MODEL): w for n, w in weights.items() if n not in own}
+
+
+def of_policy(weights: Weights) -> Weights:
+    """The weights without those of a value's own model."""
+    return {n: w for n, w in weights.items() if not n.startswith(VALUE_MODEL)}
 
 
 def without_wrappers(weights: Weights) -> Weights:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from memfit.adapters.shared.reference_copy import REFERENCE
+from memfit.adapters.shared.reference_copy import REFERENCE, copied_rows
+from memfit.adapters.shared.value_model import VALUE
 from memfit.core.units import show_bytes, show_count
 from memfit.records.ledger import Kind
 from memfit.records.model import DTYPE_BYTES, Model, Weight
@@ -31,7 +32,10 @@ class Weights(NamedTuple):
 def _sum(model: Model, owner: str, *, trainable: bool) -> Weights:
     """Return the weights' description; trainable: of those alone. Cached for its many weights."""
     part = "block" if owner == "blocks" else owner
-    rows = [w for w in model.weights if w.part == part and (w.trainable or not trainable)]
+    rows = [
+        w for w in model.weights
+        if w.part == part and (w.trainable if trainable else not w.of_value)  # which is apart
+    ]  # fmt: skip
     return Weights(_products(rows), sum(w.nbytes for w in rows))
 
 
@@ -54,8 +58,10 @@ def _products(rows: Iterable[Weight]) -> str:
 
 def _parameters(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     if owner == REFERENCE:
-        trained = _products([w for w in model.weights if w.trainable])
-        return f"a frozen copy of what is trained, the reference: {trained}"
+        return f"a frozen copy of what is trained, the reference: {_products(copied_rows(model))}"
+    if owner == VALUE:
+        own = _products(w for w in model.weights if w.of_value)
+        return f"the value's own model, trained beside the policy: {own}"
     products = _sum(model, owner, trainable=False).products
     return products + _cut(recipe) if products else f"buffers of {owner}: {show_bytes(nbytes)}"
 

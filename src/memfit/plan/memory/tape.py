@@ -16,6 +16,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
+from memfit.adapters.shared.reference_copy import copied_rows
 from memfit.allocator.caching import replay as run_allocator
 from memfit.allocator.quick import Ask, is_quick, replay_quickly
 from memfit.allocator.settings import Settings, read_settings
@@ -234,8 +235,8 @@ class _Writer:
         for spec in find_family(architecture.family).buffers(architecture):
             self.hold(spec.nbytes)
         if self.recipe.copies_reference:
-            for spec in (w.spec for w in self.local.weights if w.trainable):
-                self.hold(spec.nbytes)
+            for weight in copied_rows(self.local):
+                self.hold(weight.nbytes)
         cut = self.setting.sharding is not None
         for weight in self.whole.weights:
             if weight.coding:

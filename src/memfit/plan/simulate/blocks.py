@@ -22,9 +22,11 @@ from memfit.families.shared.forward import (
     Weights,
     base_alone,
     module,
+    of_policy,
     row_log_probs,
     row_scores,
     with_adapter,
+    with_values,
     without_wrappers,
 )
 from memfit.families.shared.masks import make_masks
@@ -51,7 +53,7 @@ from memfit.plan.simulate.setting import (
 )
 from memfit.plan.simulate.stages import begin_stage, run_stages
 from memfit.records.ledger import Kind
-from memfit.records.model import Architecture, Model, Weight
+from memfit.records.model import VALUE_MODEL, Architecture, Model, Weight
 from memfit.records.recipe import Regularisation
 
 Part = tuple[Kind, str]  # kind, owner
@@ -94,10 +96,12 @@ def split_rows(
 
 def _row(weight: Weight) -> Row:
     name = weight.name.removeprefix(WRAPPER).replace(COPY, ".")  # which is read in its place
+    own = VALUE_MODEL if weight.of_value else ""
+    name = name.removeprefix(own)
     if weight.layer >= 0:
-        name = name.partition(f".{weight.layer}.")[2]
+        name = own + name.partition(f".{weight.layer}.")[2]
     elif weight.part != "head":
-        name = name.partition(".")[2]
+        name = own + name.partition(".")[2]
     return Row(
         name=name, shape=weight.shape, dtype=QUANTISED_DTYPE if weight.coding else weight.dtype,
         trainable=weight.trainable, part=weight.part,
@@ -202,10 +206,11 @@ class Simulation:
             if bare
         ]
         valued = setting.loss.answers is not None and setting.loss.answers.values
-        self.valued = [(with_adapter(w, "value"), b) for w, b in self.blocks if valued]
+        self.valued = [(with_adapter(with_values(w), "value"), b) for w, b in self.blocks if valued]
         judged = setting.loss.scores == "reward"
         self.judged = [(with_adapter(w, "reward"), b) for w, b in self.blocks if judged]
-        self.blocks = [(without_wrappers(w), b) for w, b in self.blocks]
+        self.held = [self.outside, *(w for w, _ in self.blocks)]  # a value's own weights, too
+        self.blocks = [(of_policy(without_wrappers(w)), b) for w, b in self.blocks]
         self.without_gradient = [
             (
                 {name: weight.detached() for name, weight in w.items()},
@@ -271,7 +276,7 @@ class Simulation:
         if self.units is not None:
             self.units.defer(first_of_many=False)
         if setting.micro_batches == "of_two_steps":
-            for weights in (self.outside, *(w for w, _ in self.blocks)):
+            for weights in self.held:
                 for weight in weights.values():
                     weight.grad = None
             self.rewards = None  # another step's
@@ -290,7 +295,7 @@ class Simulation:
 
     def _gradients(self) -> list[int]:
         """Storages of whole gradients; those of shards are their units' own."""
-        blocks = [weight for weights, _ in self.blocks for weight in weights.values()]
+        blocks = [weight for weights in self.held[1:] for weight in weights.values()]
         ends = {row.name: row.part != "embedding" for row in self.setting.outside}
         outside = [(ends.get(name, True), weight) for name, weight in self.outside.items()]
         first, last = ([w for end, w in outside if end is late] for late in (False, True))
@@ -443,9 +448,9 @@ class Simulation:
         return _backbone(forward, self, self.outside, self.blocks, boundaries)
 
     def find_valued(self, forward: Forward, boundaries: list[int]) -> Tensor:
-        """The same of the base with the value's adapter."""
+        """The same of the base with the value's adapter, or of the value's own model."""
         forward = self._with_attention(forward)
-        return _backbone(forward, self, self.outside, self.valued, boundaries)
+        return _backbone(forward, self, with_values(self.outside), self.valued, boundaries)
 
     def find_judged(self, forward: Forward) -> Tensor:
         """The same with the adapter of a reward model."""

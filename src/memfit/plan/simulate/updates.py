@@ -12,8 +12,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.adapters.shared.peft_layers import base_name
-from memfit.adapters.shared.reference_copy import REFERENCE
+from memfit.adapters.shared.reference_copy import REFERENCE, copied_rows
 from memfit.adapters.shared.stored import stored_names
+from memfit.adapters.shared.value_model import VALUE
 from memfit.families import find_family, read_model
 from memfit.families.weight_files.headers import UNKNOWN, read_widths
 from memfit.families.weight_files.names import file_parts, find_parts
@@ -120,12 +121,12 @@ class _Around:
         """Parameters and buffers."""
         nbytes: dict[str, list[int]] = {}
         for weight in () if self.on_host else model.weights:
-            held = nbytes.setdefault(owner_of(weight.part), [])
+            held = nbytes.setdefault(VALUE if weight.of_value else owner_of(weight.part), [])
             held += [spec.nbytes for spec in weight.stored.values()]
         a = self.model.architecture
         nbytes["rotary"] = [spec.nbytes for spec in find_family(a.family).buffers(a)]
         if self.recipe.copies_reference:
-            nbytes[REFERENCE] = [w.nbytes for w in model.weights if w.trainable]
+            nbytes[REFERENCE] = [w.nbytes for w in copied_rows(model)]
         parts: Parts = {}
         for owner, sizes in nbytes.items():
             parts = _sum(parts, hold((Kind.PARAMETERS, owner), sizes, self.device))

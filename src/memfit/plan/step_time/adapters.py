@@ -38,7 +38,8 @@ class Matrix(NamedTuple):
 @lru_cache(maxsize=64)
 def list_matrices(model: Model) -> tuple[Matrix, ...]:
     """Those of the base's blocks, whether or not adapters stand beside them already."""
-    blocks = [w for w in model.weights if w.part == "block" and ".lora_" not in w.name]
+    own = (w for w in model.weights if w.part == "block" and not w.of_value)
+    blocks = [w for w in own if ".lora_" not in w.name]
     biased = {w.name.rpartition(".")[0] for w in blocks if w.name.endswith(".bias")}
     found = []
     for w in blocks:

@@ -126,7 +126,7 @@ def sum_up(model: Model) -> Totals:
         numel = model.active(w)
         if w.part == "head" and (a.scores or w.name.endswith(SCORE)):
             continue  # a number of a row or a token: nothing beside the others
-        if w.name.endswith(OTHER_ADAPTERS):
+        if w.name.endswith(OTHER_ADAPTERS) or w.of_value:
             continue  # which runs in the policy's place
         if w.part == "head":
             head, head_trained = head + numel, head_trained + numel * w.trainable

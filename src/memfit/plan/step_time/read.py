@@ -123,7 +123,7 @@ def _gated(model: Model) -> float:
     total = sum(
         w.numel
         for w in model.weights
-        if w.layer == 0 and len(w.shape) == 2 and sizes.intersection(w.shape)
+        if w.layer == 0 and len(w.shape) == 2 and sizes.intersection(w.shape) and not w.of_value
     )
     return 1.0 if a.experts.count or total >= 3 * a.hidden * a.ffn else 0.0
 

@@ -26,12 +26,12 @@ from memfit.families import family_of
 from memfit.families.weight_files.names import Part, file_parts
 from memfit.parallelism.whole import gather
 from memfit.records import read_json, write_json
-from memfit.records.model import SCORE
+from memfit.records.model import SCORE, VALUE_MODEL
 from memfit.train.checkpoint.files import Manifest, describe_files, find_change, on_host
 from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.distributed.pipeline import name_all, receive
 from memfit.train.distributed.ranks import Ranks
-from memfit.train.model.hugging_face import base_model, stored_buffers
+from memfit.train.model.hugging_face import base_model, parts, stored_buffers
 from memfit.train.model.weights import ADAPTER, INDEX, SINGLE, find_file
 from memfit.train.step.build import Built
 
@@ -39,7 +39,7 @@ with quiet_import():
     from transformers import AutoConfig
 
 FOLDER = "model"
-VALUE_FOLDER = "value"  # of PPO: the value's adapter with its head, as a reward model's
+VALUE_FOLDER = "value"  # of PPO with adapters: the value's with its head, as a reward model's
 WRITTEN = "{}.json"  # of the run folder: size and SHA-256 of the folder's files
 
 
@@ -49,7 +49,7 @@ def save_model(run: Path, built: Built, tokenizer: Tokenizer, ranks: Ranks | Non
     Appears whole or not at all. ranks: all take part, one weight is whole at a time, and the first
     writes. Raises RunFailed when it cannot be written.
     """
-    if built.recipe.values:
+    if built.recipe.values and built.recipe.adapted:
         _put(run, VALUE_FOLDER, lambda folder: _save_adapter(folder, built, VALUE), tokenizer)
     target = run / FOLDER
     if ranks is not None and ranks.rank:
@@ -218,8 +218,11 @@ def _save_in_turn(folder: Path, files: Iterable[tuple[str, dict[str, Tensor]]]) 
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and stored buffers, by Hugging Face's names."""
-    return {**dict(model.named_parameters()), **stored_buffers(model)}
+    """The policy's parameters and stored buffers, by Hugging Face's names."""
+    named = {n: p for n, p in model.named_parameters() if not n.startswith(VALUE_MODEL)}
+    if parts(model).head is not getattr(model, SCORE.partition(".")[0], None):
+        named.pop(SCORE, None)  # a value's, which goes with it
+    return {**named, **stored_buffers(model)}
 
 
 def file_tensors(model: nn.Module, family: str) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from memfit.adapters.shared.reference_copy import REFERENCE
+from memfit.adapters.shared.value_model import VALUE
 from memfit.records.ledger import Phase
 from memfit.train.model.hugging_face import parts
 
@@ -24,7 +25,7 @@ class Owners:
         if not hasattr(model, "get_output_embeddings") and not hasattr(model, "get_base_model"):
             return cls()
         places = parts(model)
-        prefixes: dict[str, str] = {}
+        prefixes = {name: name for name in (REFERENCE, VALUE) if name in model._modules}
         for name, module in model.named_modules():
             if module is places.blocks:
                 prefixes[name] = "blocks"
@@ -36,9 +37,6 @@ class Owners:
             if any(name == p or name.startswith(f"{p}.") for p in prefixes):
                 continue
             if any(True for _ in module.children()):
-                continue
-            if name == REFERENCE:
-                prefixes[name] = REFERENCE
                 continue
             has_weights = any(True for _ in module.parameters())
             prefixes[name] = "norm" if has_weights else "rotary"

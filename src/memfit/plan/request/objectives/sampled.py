@@ -298,7 +298,11 @@ def describe_sampled(request: Request, recipe: Recipe) -> str:
         parts.append(f"{rollout.rows} of them in flight (`rollout.rows`)")
     usual = find_objective(recipe.objective).sampled
     if recipe.values:
-        parts.append("the value is a second adapter with a head of one number")
+        parts.append(
+            "the value is a second adapter with a head of one number" if recipe.adapted
+            else "the value is a second copy of the trained weights with a head of one number,"
+            " trained beside the policy"
+        )  # fmt: skip
     elif request.policy.beta == "auto":
         whole = usual is not None and usual.beta and not policy.beta
         why = " (what is trained whole has no reference unless one is stated)" if whole else ""
