@@ -1,8 +1,9 @@
 """The levers that matter: the few of a short screen, of which alone the plans are made exactly.
 
 Each lever is planned roughly first, by the ratio of reserved to allocated bytes that the plan
-itself was replayed with; what may be among the few is then planned as `replanned` does. So the
-figures that are shown, and which levers they are of, are those of all levers planned exactly.
+itself was replayed with, and with no more recomputation than a bound requires; what may be among
+the few is then planned as `replanned` does. So the figures that are shown, and which levers they
+are of, are those of all levers planned exactly.
 """
 
 from __future__ import annotations

@@ -79,7 +79,10 @@ class BestFirst(Explorer):
         return _first_that_fits(problem, [])
 
     def find_roughly(self, problem: Problem, ratio: float) -> Rough:
-        """See `Explorer.find_roughly`; `limits.time` and `limits.cost` are left alone."""
+        """See `Explorer.find_roughly`; `limits.time` and `limits.cost` are left alone.
+
+        Where some blocks must be recomputed to fit, as many as a bound says: perhaps too few.
+        """
         check_described(problem.request)
         problem = replace(problem, assumed_ratio=ratio, brief=True)
         failed: list[Candidate] = []

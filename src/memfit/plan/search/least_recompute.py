@@ -145,6 +145,9 @@ class Ranking:
         ]
         heapify(self._waiting)
         self._bounded: set[int] = set()
+        self._bounds: dict[
+            int, int
+        ] = {}  # rungs below which nothing fits, where it is not the first
         # of replays before this mesh: later ones tell of their own combination
         self._value = combinations[0].ratio.value if combinations else 0.0
 
@@ -181,6 +184,7 @@ class Ranking:
                 self._climbed[at] = None
                 return
             if least > 0:
+                self._bounds[at] = least
                 seconds = plain.but(**path[least].knobs).seconds
                 heappush(self._waiting, (seconds, False, at))
                 return
@@ -192,7 +196,13 @@ class Ranking:
         if at not in self._climbed:
             plain, path = self._pairs[at]
             with plain.ratio.at(self._value):
-                self._climbed[at] = climb(plain, path)
+                rough = plain.problem.assumed_ratio is not None
+                if rough and at in self._bounds and self._fits_at_top(at):
+                    bound = plain.but(**path[self._bounds[at]].knobs)
+                    bound.note_estimate(self._least_peak(at, self._bounds[at]))
+                    self._climbed[at] = Climb(bound, path, self._bounds[at])
+                else:
+                    self._climbed[at] = climb(plain, path)
         return self._climbed[at]
 
     def _bound(self, at: int) -> int | None:
@@ -213,7 +223,7 @@ class Ranking:
         found = estimate.alike(recipe.micro_batch, recipe.loss_chunk)
 
         def may_fit(rung: int) -> bool:
-            return plain.may_fit(round(found.peak - (1 + sum(path[rung])) * found.saved))
+            return plain.may_fit(self._least_peak(at, rung))
 
         with plain.ratio.at(self._value):
             if may_fit(0):
@@ -224,3 +234,20 @@ class Ranking:
                 return 0
             top = len(path) - 1
             return first_rung(top, may_fit) if may_fit(top) else None
+
+    def _least_peak(self, at: int, rung: int) -> int:
+        """Bytes that no estimate of this rung is below."""
+        plain, path = self._pairs[at]
+        assert plain.estimate is not None
+        found = plain.estimate.alike(plain.recipe.micro_batch, plain.recipe.loss_chunk)
+        return round(found.peak - (1 + sum(path[rung])) * found.saved)
+
+    def _fits_at_top(self, at: int) -> bool:
+        """Whether a path ends with all blocks recomputed, and is likely to fit there."""
+        plain, path = self._pairs[at]
+        top = plain.but(**path[-1].knobs)
+        if plain.estimate is None or path[-1] != (plain.model.architecture.layers, 0):
+            return False
+        r = plain.recipe
+        top.note_estimate(plain.estimate.alike(r.micro_batch, r.loss_chunk, "recomputed").peak)
+        return top.likely
