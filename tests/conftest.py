@@ -42,11 +42,11 @@ ALIKE = frozenset(families) - frozenset(OWN_PARTS)
 # A whole step is traced or run in each case: seconds.
 TRACED = (
     "test_exactness.py", "test_memory.py", "test_live.py", "test_fake_cuda.py",
-    "test_fast_fake.py",
+    "test_fast_fake.py", "test_compiled.py",
 )  # fmt: skip
 MANY = (
     *TRACED, "test_build.py", "test_instants.py", "test_step.py", "test_closed_form.py",
-    "test_lean_blocks.py", "test_compiled.py", "test_generation.py",
+    "test_lean_blocks.py", "test_generation.py",
 )  # fmt: skip
 # Slow proofs whose cases differ in settings alone: one in so many.
 SETTINGS = {

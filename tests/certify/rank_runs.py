@@ -22,32 +22,49 @@ from memfit.records.recipe import Recipe
 
 WORKER = Path(__file__).parent / "rank_worker.py"
 Answers = list[dict[str, Any]]  # of each rank of a recipe
+RAN: dict[tuple[str, str], Answers] = {}  # in this session, by file and case
 
 
 def run_asked(
-    cases: Mapping[str, Recipe],
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Answers]:
-    """What each of a case's processes held and computed, of the cases whose tests run; xdist's
-    workers share it."""
-    mine = [item for item in request.session.items if item.path == request.path]
-    asked = {item.callspec.params.get("name") for item in mine if hasattr(item, "callspec")}
+    """What each of a case's processes held and computed, of the module's cases whose tests run.
 
-    def run_all() -> dict[str, Answers]:
-        names = [name for name in cases if name in asked]
-        answers = run_ranks([cases[name] for name in names], tmp_path_factory.mktemp("ranks"))
-        return dict(zip(names, answers, strict=True))
+    One process forks the ranks of every module's cases, for it imports all libraries; a session
+    starts it once, whose workers share it.
+    """
+    if not RAN:
+        RAN.update(_run_all(_find_asked(request.session), tmp_path_factory))
+    return {name: found for (stem, name), found in RAN.items() if stem == request.path.stem}
 
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None:
-        return run_all()
-    kept = tmp_path_factory.getbasetemp().parent / f"{request.path.stem}-{run}.pickle"
+
+def _find_asked(session: pytest.Session) -> dict[tuple[str, str], Recipe]:
+    """By file and case: what the tests that are run take from `real`."""
+    found = {}
+    for item in session.items:
+        cases: Mapping[str, Recipe] = getattr(getattr(item, "module", None), "ON_RANKS", {})
+        name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+        if name in cases and "real" in getattr(item, "fixturenames", ()):
+            found[item.path.stem, name] = cases[name]
+    return dict(sorted(found.items()))  # the same for each worker
+
+
+def _run_all(
+    asked: Mapping[tuple[str, str], Recipe], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Answers]:
+    def run() -> dict[tuple[str, str], Answers]:
+        answers = run_ranks([*asked.values()], tmp_path_factory.mktemp("ranks"))
+        return dict(zip(asked, answers, strict=True))
+
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if session is None:
+        return run()
+    kept = tmp_path_factory.getbasetemp().parent / f"ranks-{session}.pickle"
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
-            kept.write_bytes(pickle.dumps(run_all()))
-        found: dict[str, Answers] = pickle.loads(kept.read_bytes())
+            kept.write_bytes(pickle.dumps(run()))
+        found: dict[tuple[str, str], Answers] = pickle.loads(kept.read_bytes())
     return found
 
 

@@ -41,13 +41,15 @@ TOLD = (
 )  # fmt: skip
 NAMES = [n if n in TOLD else pytest.param(n, marks=pytest.mark.wide) for n in RECIPES]
 
+ON_RANKS = RECIPES  # what `real` runs
+
 
 @pytest.fixture(scope="module")
 def real(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
     """What each of the cell's processes held and computed."""
-    return run_asked(RECIPES, request, tmp_path_factory)
+    return run_asked(request, tmp_path_factory)
 
 
 @pytest.mark.slow

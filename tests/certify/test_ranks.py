@@ -215,13 +215,15 @@ ALIKE = (
 )  # fmt: skip
 NAMES = [pytest.param(n, marks=pytest.mark.wide) if n in ALIKE else n for n in CASES]
 
+ON_RANKS = CASES  # what `real` runs
+
 
 @pytest.fixture(scope="module")
 def real(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
     """What each of the case's processes held and computed, by case."""
-    return run_asked(CASES, request, tmp_path_factory)
+    return run_asked(request, tmp_path_factory)
 
 
 @pytest.mark.slow

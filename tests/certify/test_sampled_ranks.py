@@ -29,13 +29,15 @@ TOLD = ("GRPO on FSDP2", "RLOO on copies", "RLOO on ep", "GRPO, other prompts fo
 NAMES = [n if n in TOLD else pytest.param(n, marks=pytest.mark.wide) for n in RECIPES]
 SCALARS = 16  # bytes of 0-dim results that a step's caller may still hold
 
+ON_RANKS = RECIPES  # what `real` runs
+
 
 @pytest.fixture(scope="module")
 def real(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
     """What each of a recipe's processes held and learned."""
-    return run_asked(RECIPES, request, tmp_path_factory)
+    return run_asked(request, tmp_path_factory)
 
 
 def certified(fake: Trace, found: dict[str, Any]) -> dict[Phase, int]:

@@ -29,7 +29,16 @@ def expand(path):
     }
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def twin(path):
+    """The same recipe on another card of 24 GB, where there is one."""
+    other = path.with_name(path.name.replace("rtx-3090", "rtx-4090"))
+    return other if other in RECIPES and other != path else None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=p.stem, marks=[pytest.mark.wide] if twin(p) else []) for p in RECIPES],
+)
 def test_each_recipe_plans_as_its_golden_file_says(path):
     if path.stem in NEEDS_A_RUN:
         assert "runs/demo" in path.read_text()

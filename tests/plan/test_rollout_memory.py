@@ -150,8 +150,9 @@ ALIKE = (
 )  # fmt: skip
 
 
-def cases(names):
-    return [pytest.param(n, marks=[pytest.mark.wide] if n in ALIKE else []) for n in names]
+def cases(device, names):
+    marks = {n: [pytest.mark.wide] if n in ALIKE else [] for n in names}
+    return [pytest.param(device, n, marks=marks[n]) for n in names]
 
 
 def make(family, setting, **more):
@@ -184,13 +185,6 @@ def compare(recipe, device):
         assert predicted == found, phase
 
 
-@pytest.mark.covering(CASES)
-@pytest.mark.parametrize("name", cases(CASES))
-def test_every_phase_holds_what_is_predicted_on_a_cpu(name):
-    """Such traces are held to real tensors by tests/certify/test_iterations.py."""
-    compare(make_short(name), CPU)
-
-
 ON_CUDA = [
     "llama, ppo", "llama, ppo, chunked, recomputed", "llama, ppo, nf4", "gpt_neox, ppo, int8",
     "llama, full", "llama, full, several updates", "llama, lora, chunked", "llama, nf4",
@@ -202,9 +196,14 @@ ON_CUDA = [
 ]  # fmt: skip
 
 
+# one matrix: what a case on one device has shown of its settings, the other need not show again
 @pytest.mark.covering(CASES)
-@pytest.mark.parametrize("name", cases(ON_CUDA))
-def test_every_phase_holds_what_is_predicted_on_cuda(name):
+@pytest.mark.parametrize(("device", "name"), [*cases("cpu", CASES), *cases("cuda", ON_CUDA)])
+def test_every_phase_holds_what_is_predicted(device, name):
+    """Such traces are held to real tensors by tests/certify/test_iterations.py."""
+    if device == "cpu":
+        compare(make_short(name), CPU)
+        return
     family, setting = CASES[name]
     wide = "precision" not in setting[1] or family == "gemma3_text"
     attention = "math" if family in ("gpt_oss", "gemma2") else "efficient" if wide else "flash"

@@ -42,6 +42,24 @@ print(json.dumps({
     )
 }))
 """
+# what it prints of the keys that recipes have, too; None: no token is left out, nothing is capped
+SHARED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0}
+GROUPED = {
+    **SHARED, "max_completion_length": 512, "mask_truncated_completions": False,
+    "num_iterations": 1, "epsilon": 0.2, "epsilon_high": None,
+}  # fmt: skip
+TRLS = {
+    "grpo": {
+        **GROUPED, "num_generations": 8, "beta": 0.0, "loss_type": "dapo", "delta": None,
+        "scale_rewards": "group", "importance_sampling_level": "token",
+        "use_bias_correction_kl": True,
+    },
+    "rloo": {**GROUPED, "num_generations": 2, "beta": 0.05, "normalize_advantages": False},
+    "online_dpo": {
+        **SHARED, "temperature": 0.9, "beta": 0.1, "loss_type": "sigmoid",
+        "missing_eos_penalty": None,
+    },
+}  # fmt: skip
 ROLLOUT = {"max_prompt_length": 16, "max_completion_length": 16}
 DEEP = {
     **CONFIGS["llama"], "num_hidden_layers": 12, "head_dim": 64, "max_position_embeddings": 65536,
@@ -181,8 +199,19 @@ def test_no_plan_promises_what_a_filter_holds(name):
     assert "`rollout.top_k`" not in plan(ask()).memory.because
 
 
+@pytest.mark.parametrize("objective", TRLS)
+def test_what_is_not_said_of_sampling_is_trl_s_default(objective):
+    recipe, theirs = plan(ask(objective, method="lora", model="qwen2.5-0.5b", rollout={})).recipe, (
+        TRLS[objective]
+    )
+    for group in (recipe.rollout, recipe.policy):
+        for name in {*to_data(group)} & {*theirs} - {"epsilon_high", "delta", "min_p"}:
+            assert getattr(group, name) == theirs[name], name
+
+
 @pytest.mark.slow
-def test_trl_s_defaults_are_trl_s(tmp_path):
+@pytest.mark.wide  # tests/export/test_neighbour_parsers.py runs TRL's code, too
+def test_these_are_trl_s_defaults(tmp_path):
     """Beside its own configurations, which `make neighbours` installs."""
     python = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
     if not python.exists():
@@ -194,17 +223,8 @@ def test_trl_s_defaults_are_trl_s(tmp_path):
     for objective, theirs in json.loads(done.stdout.splitlines()[-1]).items():
         asked = ask(objective, method="lora", model="qwen2.5-0.5b", rollout={})
         recipe = plan(asked).recipe
-        for group in (recipe.rollout, recipe.policy):
-            for name in {*to_data(group)} & {*theirs} - {"epsilon_high", "delta", "min_p"}:
-                assert getattr(group, name) == theirs[name], name
-        assert theirs["min_p"] is None  # no token is left out
-        if objective == "online_dpo":
-            assert theirs["missing_eos_penalty"] is None
-            assert {"temperature", "loss_type", "beta", "top_k", "top_p"} <= {*theirs}
-            continue
-        assert theirs["epsilon_high"] is None  # the same as epsilon
-        assert theirs.get("delta") is None  # not capped
-        assert {"num_generations", "beta", "epsilon", "num_iterations"} <= {*theirs}
+        named = {*to_data(recipe.rollout), *to_data(recipe.policy), *TRLS[objective]}
+        assert {name: theirs[name] for name in named & {*theirs}} == TRLS[objective]
 
 
 def test_a_batch_that_is_left_open_holds_whole_groups():

@@ -79,8 +79,9 @@ def tuned(base, name, fault=lambda built: None):
     return held_out(built, 2)
 
 
-# trained as others are, but for a factor, a base, and a precision that nf4 has, too
-ALIKE = ("rslora", "lora over int8", "full, bf16-mixed")
+# trained as others are, but for a factor, a base, and a precision that nf4 has, too; DoRA is LoRA
+# with a norm more
+ALIKE = ("lora", "rslora", "lora over int8", "full, bf16-mixed")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from typed_commands import ROOT, quick
 
 SMALL = ("hidden_size=64", "intermediate_size=160", "num_hidden_layers=2")  # of the demo's model
 STEPS = 12
-EVERY = 6  # of the library's modules, one in so many
+EVERY = 12  # of the library's modules, one in so many
 
 
 def score(folder, files, length):
