@@ -70,6 +70,15 @@ def pytest_collection_modifyitems(items):
         item.add_marker("wide")
     for item in [*beyond_the_cover(items)]:
         item.add_marker("wide")
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        put_slow_files_first(items)
+
+
+def put_slow_files_first(items):
+    """So that what is left at the end is short, and all workers end together: a worker that has
+    nothing left takes from the end of another's list."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def on_the_other_device(items):
