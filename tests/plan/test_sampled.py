@@ -201,9 +201,8 @@ def test_no_plan_promises_what_a_filter_holds(name):
 
 @pytest.mark.parametrize("objective", TRLS)
 def test_what_is_not_said_of_sampling_is_trl_s_default(objective):
-    recipe, theirs = plan(ask(objective, method="lora", model="qwen2.5-0.5b", rollout={})).recipe, (
-        TRLS[objective]
-    )
+    theirs = TRLS[objective]
+    recipe = plan(ask(objective, method="lora", model="qwen2.5-0.5b", rollout={})).recipe
     for group in (recipe.rollout, recipe.policy):
         for name in {*to_data(group)} & {*theirs} - {"epsilon_high", "delta", "min_p"}:
             assert getattr(group, name) == theirs[name], name
