@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -304,6 +305,21 @@ def test_a_containers_limit_is_what_is_left_of_it(version, tmp_path, monkeypatch
     (own.parent / most).write_text("5000")
     (own.parent / now).write_text("1000")
     assert min(memory._left_of_groups()) == 4000
+
+
+def test_a_folder_that_is_moved_away_while_it_is_claimed_is_made_again(tmp_path, monkeypatch):
+    """`mkdir` with `exist_ok` raises where the folder was there and then is not."""
+    plain, asked = Path.mkdir, []
+
+    def mkdir(self, *words, **more):
+        asked.append(self)
+        if len(asked) == 1:
+            raise FileExistsError(17, "File exists", str(self))
+        plain(self, *words, **more)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with parts.claim(tmp_path / "held"):
+        assert (tmp_path / "held" / "lock").exists()
 
 
 def test_another_process_with_the_same_data_is_waited_for(data, tokenizer, tmp_path, monkeypatch):

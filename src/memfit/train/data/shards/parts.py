@@ -43,7 +43,8 @@ def claim(folder: Path) -> Iterator[None]:
     """
     lock = None
     while lock is None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # it was there, and is moved away meanwhile
+            folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
     with lock:
         yield
