@@ -16,8 +16,8 @@ from memfit.families import read_model
 from memfit.parallelism.limits import check_ranks
 from memfit.plan.request.meshes import list_dealt
 from memfit.records import from_data
-from memfit.records.recipe import Recipe
-from memfit.records.request import ParallelRequest, Request
+from memfit.records.recipe import Parallel, Recipe
+from memfit.records.request import Request
 from memfit.train.step.build import build_model, build_optimizer
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
@@ -113,5 +113,5 @@ def test_only_the_experts_of_a_mixture_are_dealt_and_evenly() -> None:
     four = replace(request, hardware=replace(request.hardware, count=4, nodes=2))
     found = [(p.dp_replicate, p.dp_shard, p.ep) for p in list_dealt(four, sparse)]
     assert found == [(2, 4, 2), (2, 4, 4)]
-    stated = replace(four, parallel=ParallelRequest(dp_shard=8))
+    stated = replace(four, parallel=Parallel(dp_shard=8))
     assert list_dealt(stated, sparse) == ()

@@ -23,8 +23,8 @@ from memfit.plan.request.problem import find_device, find_rate, read_problem
 from memfit.plan.request.wording import restate
 from memfit.plan.search import search
 from memfit.records import from_data, to_data
-from memfit.records.recipe import ADAPTED, Method, Recipe
-from memfit.records.request import ParallelRequest, Request
+from memfit.records.recipe import ADAPTED, Method, Parallel, Recipe
+from memfit.records.request import Request
 from memfit.records.results import Plan
 from memfit.workflows.load_inputs import change
 
@@ -234,7 +234,7 @@ def move(request: Request, name: str, target: Target) -> tuple[Request, dict[str
     from memfit.export.target import check_supported
 
     framework = find_framework(name)
-    mesh = ParallelRequest() if request.parallel == "auto" else request.parallel
+    mesh = Parallel() if request.parallel == "auto" else request.parallel
     check_supported(request.task.objective, mesh, target)
     _refuse_untrainable(request, framework, target)
     if request.framework == name:
@@ -263,11 +263,9 @@ def move(request: Request, name: str, target: Target) -> tuple[Request, dict[str
     return from_data(data, Request, source="the export"), dropped
 
 
-def _restate_mesh(
-    mesh: ParallelRequest, framework: Framework, dropped: dict[str, str]
-) -> dict[str, Any]:
+def _restate_mesh(mesh: Parallel, framework: Framework, dropped: dict[str, str]) -> dict[str, Any]:
     """What a framework's own way of cutting and gathering is, where it has one alone."""
-    plain = ParallelRequest()
+    plain = Parallel()
     own: dict[str, Any] = {
         name: getattr(plain, name)
         for name in ("reshard_after_forward", "sequence_parallel", "zero")

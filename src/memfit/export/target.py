@@ -20,7 +20,6 @@ from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.model import Architecture, Model
 from memfit.records.recipe import Parallel, Recipe
-from memfit.records.request import ParallelRequest
 from memfit.records.results import Plan, Verdict
 
 
@@ -177,7 +176,7 @@ def refuse_loss(recipe: Recipe, losses: Mapping[str, tuple[str, ...]], tool: str
         )
 
 
-def check_supported(objective: str, parallel: Parallel | ParallelRequest, target: Target) -> None:
+def check_supported(objective: str, parallel: Parallel, target: Target) -> None:
     """Raise InvalidRequest for an objective, or an axis of the mesh, that the tool has not."""
     tokens = "preference" not in target.says and not (target.schedules or target.launches)
     if find_objective(objective).compares and tokens:
@@ -193,7 +192,7 @@ def check_supported(objective: str, parallel: Parallel | ParallelRequest, target
             " for other trainers has no rollouts",
             hint="`memfit train` samples answers, and slurm, k8s, … start it elsewhere",
         )
-    plain = ParallelRequest()
+    plain = Parallel()
     for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "virtual_pp", "ep"):
         value = getattr(parallel, name)
         if name not in target.axes and value != getattr(plain, name):

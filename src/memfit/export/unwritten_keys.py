@@ -9,8 +9,7 @@ import msgspec
 from memfit.core.wording import as_yaml
 from memfit.plan.frameworks import find_framework
 from memfit.records import Record, to_data
-from memfit.records.recipe import ADAPTED, Recipe
-from memfit.records.request import ParallelRequest
+from memfit.records.recipe import ADAPTED, Parallel, Recipe
 
 # who made the recipe and what for: at the head of every file
 OF_PAIRS = ("compares", "fp32_outputs")  # options without an effect on other objectives
@@ -78,7 +77,7 @@ def _counts(recipe: Recipe, group: str, key: str, value: object) -> bool:
     if group == "preference":
         return recipe.compares and value not in (0, 0.0)
     if group == "parallel":
-        plain = getattr(ParallelRequest(), key, None)
+        plain = getattr(Parallel(), key, None)
         return key not in ("dp_replicate", "dp_shard") and value != plain
     if group == "options" and key in OF_PAIRS and not recipe.compares:
         return False

@@ -20,7 +20,6 @@ from memfit.records.habits.continued import CHANGEABLE, FLAG
 from memfit.records.request import (
     LoraRequest,
     OptimizerRequest,
-    ParallelRequest,
     RecomputeBlocks,
     Request,
 )
@@ -67,7 +66,7 @@ def state(plan: Plan) -> Request:
     if made.adapted:
         decided["lora"] = from_data(to_data(made.lora), LoraRequest, source="plan.json")
     if made.parallel.world > 1:
-        decided["parallel"] = from_data(to_data(made.parallel), ParallelRequest, source="plan.json")
+        decided["parallel"] = made.parallel
     names = OptimizerRequest.__struct_fields__
     chosen = {name: getattr(made.optimizer, name) for name in names}
     for name in ("power", "decay_ratio"):

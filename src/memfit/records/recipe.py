@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from memfit.base_formats import find_base_format, name_coding
+from memfit.core.kinds_of_numbers import (
+    AtLeastOne,
+    Fraction,
+    NotNegative,
+    NotNegativeFloat,
+    Positive,
+)
 from memfit.objectives import Learned, find_objective
 from memfit.records import Record
 from memfit.records.model import ModelReference
@@ -35,6 +42,7 @@ Lean = Literal["norm", "mlp"]
 Option = bool | int | float | str
 Schedule = Literal["constant", "linear", "cosine", "polynomial", "inverse-sqrt", "wsd"]
 Decays = Literal["all", "matrices"]  # or: no biases and no norms
+Stage = Annotated[int, msgspec.Meta(ge=1, le=3, description="1, 2 or 3")]
 Implementation = Literal["fused", "foreach", "loop"]
 
 FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -108,7 +116,7 @@ class Quantisation(Record, frozen=True, kw_only=True):
 class Freeze(Record, frozen=True, kw_only=True):
     """What stays trainable when the method is `freeze`: the last blocks, or names that match."""
 
-    last_blocks: int = 0  # with the final norm and the head
+    last_blocks: NotNegative = 0  # with the final norm and the head
     patterns: tuple[str, ...] = ()  # fnmatch patterns over parameter names
 
 
@@ -135,11 +143,14 @@ class Preference(Record, frozen=True, kw_only=True):
 
 
 class Regularisation(Record, frozen=True, kw_only=True):
-    """What holds a cross-entropy back; all zero where nothing does. Evaluations are without it."""
+    """What holds a cross-entropy back, of `pretrain` and `sft`; all zero where nothing does.
 
-    label_smoothing: float = 0.0  # share of each target that is spread over all words
-    z_loss: float = 0.0  # weight of the squared log of what the softmax divides by
-    neftune_alpha: float = 0.0  # of noise on the token embeddings (2310.05914)
+    Evaluations are without it.
+    """
+
+    label_smoothing: Fraction = 0.0  # share of each target that is spread over all words
+    z_loss: NotNegativeFloat = 0.0  # weight of the squared log of what the softmax divides by
+    neftune_alpha: NotNegativeFloat = 0.0  # of noise on the token embeddings (2310.05914)
 
     @property
     def bends(self) -> bool:
@@ -188,21 +199,24 @@ LATE: dict[str, Record] = {
 
 
 class Parallel(Record, frozen=True, kw_only=True):
-    """How many devices hold the model, along which axes of the mesh; 1 everywhere is one device."""
+    """How many devices hold the model, along which axes of the mesh; 1 everywhere is one device.
 
-    dp_replicate: int = 1  # copies of the (sharded) model
-    dp_shard: int = 1  # ranks among which what `zero` names is cut
+    Of a request, what is not named is 1, or of memfit's own step shards the rest.
+    """
+
+    dp_replicate: Positive = 1  # copies of the (sharded) model
+    dp_shard: Positive = 1  # ranks among which what `zero` names is cut
     reshard_after_forward: bool = True  # free gathered weights until the backward
-    zero: int = 3  # what dp_shard cuts: 1 states, 2 gradients too, 3 weights too (1910.02054)
-    tp: int = 1  # ranks that share each matrix product
+    zero: Stage = 3  # what dp_shard cuts: 1 states, 2 gradients too, 3 weights too (1910.02054)
+    tp: Positive = 1  # ranks that share each matrix product
     sequence_parallel: bool = False  # between products, tokens are cut among the tp ranks
-    cp: int = 1  # ranks that share the tokens of a sequence
-    pp: int = 1  # ranks that hold the blocks one after the other
-    virtual_pp: int = 1  # pieces of the model that one pp rank holds
-    ep: int = 1  # ranks among which the experts are dealt; taken from the data-parallel ones
+    cp: Positive = 1  # ranks that share the tokens of a sequence
+    pp: Positive = 1  # ranks that hold the blocks one after the other
+    virtual_pp: Positive = 1  # pieces of the model that one pp rank holds
+    ep: Positive = 1  # ranks among which the experts are dealt; taken from the data-parallel ones
     # of memfit's own step: rows that a rank receives for its experts, at most, over those that an
     # even routing would bring
-    ep_imbalance: float = EP_IMBALANCE
+    ep_imbalance: AtLeastOne = EP_IMBALANCE
 
     @property
     def dp(self) -> int:

@@ -13,7 +13,9 @@ from memfit.base_formats import check_base_format, find_base_format, own_formats
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.core.kinds_of_numbers import (
+    AtLeastOne,
     Auto,
+    Fraction,
     NotNegative,
     NotNegativeFloat,
     Positive,
@@ -37,13 +39,13 @@ from memfit.records.model import ModelReference
 from memfit.records.objectives import check_lora_plus, check_regularisation
 from memfit.records.other_words import describe_word
 from memfit.records.recipe import (
-    EP_IMBALANCE,
     OWN_AXES,
     OWN_STEP,
     OWN_VALUES,
     Attention,
     Compile,
     Decays,
+    Freeze,
     Lean,
     Loss,
     Objective,
@@ -70,9 +72,6 @@ Size = Annotated[str, msgspec.Meta(description="a size with its unit, for exampl
 Duration = Annotated[str, msgspec.Meta(description="a time with its unit, for example `48 h`")]
 Money = Annotated[str, msgspec.Meta(description="an amount with its unit, for example `500 USD`")]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, up to 1")]
-AtLeastOne = Annotated[float, msgspec.Meta(ge=1, description="a number, 1 or more")]
-Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1, description="a number from 0 to below 1")]
-
 Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5, description="a number from 0 to below 0.5")]
 
 
@@ -126,32 +125,12 @@ class LoraRequest(Record, frozen=True, kw_only=True):
     scaling: Scaling = "plain"  # alpha / rank; rank-stabilised: alpha / sqrt(rank)
 
 
-class RegularisationRequest(Record, frozen=True, kw_only=True):
-    """What holds the loss back; used when the objective is `pretrain` or `sft`."""
-
-    label_smoothing: Fraction = 0.0
-    z_loss: NotNegativeFloat = 0.0
-    neftune_alpha: NotNegativeFloat = 0.0
-
-    @property
-    def stated(self) -> Regularisation:
-        """The same in a recipe's words."""
-        return Regularisation(**msgspec.structs.asdict(self))
-
-
 class QuantisationRequest(Record, frozen=True, kw_only=True):
     """Settings of a quantised base; used where `base_format` stores codes."""
 
     double: bool = True  # nf4, fp4: quantise the scales too
     outlier_threshold: NotNegativeFloat = 6.0  # int8: LLM.int8's; 0 leaves no column in 16 bits
     outlier_share: Fraction = 0.01  # of a projection's columns, what is certified for outliers
-
-
-class FreezeRequest(Record, frozen=True, kw_only=True):
-    """What stays trainable; used when the method is `freeze`."""
-
-    last_blocks: NotNegative = 0
-    patterns: tuple[str, ...] = ()
 
 
 class OptimizerRequest(Record, frozen=True, kw_only=True):
@@ -214,32 +193,6 @@ class RecomputeBlocks(Record, frozen=True, kw_only=True):
     selective: NotNegative = 0  # of memfit's own step
 
 
-class ParallelRequest(Record, frozen=True, kw_only=True):
-    """Axes of the device mesh; what is not named is 1, or of memfit's own step shards the rest."""
-
-    dp_replicate: Positive = 1
-    dp_shard: Positive = 1
-    reshard_after_forward: bool = True
-    zero: Literal[1, 2, 3] = 3
-    tp: Positive = 1
-    sequence_parallel: bool = False
-    cp: Positive = 1
-    pp: Positive = 1
-    virtual_pp: Positive = 1
-    ep: Positive = 1
-    ep_imbalance: AtLeastOne = EP_IMBALANCE
-
-    @property
-    def stated(self) -> Parallel:
-        """The same axes, in the recipe's words."""
-        return Parallel(**{name: getattr(self, name) for name in self.__struct_fields__})
-
-    @property
-    def world(self) -> int:
-        """Ranks in all."""
-        return self.stated.world
-
-
 class Hardware(Record, frozen=True, kw_only=True):
     """On what to train, what an hour of it costs, and the electricity behind it."""
 
@@ -291,11 +244,11 @@ class Request(Record, frozen=True, kw_only=True):
     reward: RewardRequest = RewardRequest()
     method: Literal["auto", "full", "freeze", "lora", "dora"] = "auto"
     lora: LoraRequest = LoraRequest()
-    freeze: FreezeRequest = FreezeRequest()
+    freeze: Freeze = Freeze()
     base_format: str = "auto"  # or a name of `memfit.base_formats`
     quantisation: QuantisationRequest = QuantisationRequest()
     precision: Auto | Precision = "auto"
-    regularisation: RegularisationRequest = RegularisationRequest()
+    regularisation: Regularisation = Regularisation()
     optimizer: OptimizerRequest = OptimizerRequest()
     recompute: Literal["auto", "none", "full", "selective"] | RecomputeBlocks = "auto"
     attention: Auto | Attention = "auto"
@@ -308,7 +261,7 @@ class Request(Record, frozen=True, kw_only=True):
     offload: Auto | Offload = "none"
     framework: str = OWN_STEP
     options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
-    parallel: Literal["auto"] | ParallelRequest = "auto"
+    parallel: Literal["auto"] | Parallel = "auto"
     allocator: str = ""  # as in PYTORCH_ALLOC_CONF, such as "expandable_segments:True"
     hardware: Hardware = Hardware()
     limits: Limits = Limits()
@@ -420,7 +373,7 @@ class Request(Record, frozen=True, kw_only=True):
             )
         if self.base_format != "auto":
             check_base_format(self.base_format)
-        check_regularisation(self.task.objective, self.regularisation.stated)
+        check_regularisation(self.task.objective, self.regularisation)
         check_lora_plus(self.method, self.optimizer.lora_plus)
         if self.is_own:
             self._check_own()
@@ -436,7 +389,7 @@ class Request(Record, frozen=True, kw_only=True):
                     f" `framework: {self.framework}` is asked for",
                     hint=f"use `framework: memfit`, or leave `optimizer.{name}` out",
                 )
-        if self.regularisation != RegularisationRequest():
+        if self.regularisation != Regularisation():
             raise InvalidRequest(
                 "`regularisation` is of memfit's own step, and"
                 f" `framework: {self.framework}` is asked for",
@@ -490,7 +443,7 @@ class Request(Record, frozen=True, kw_only=True):
                 hint=hint,
             )
         if self.parallel != "auto":
-            plain = ParallelRequest()
+            plain = Parallel()
             for name in self.parallel.__struct_fields__:
                 value = getattr(self.parallel, name)
                 if name not in OWN_AXES and value != getattr(plain, name):

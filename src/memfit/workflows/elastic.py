@@ -18,8 +18,9 @@ import msgspec
 from memfit.core import units
 from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified
 from memfit.files.run_folder import state
-from memfit.records import Record, from_data, to_data, write_atomically
-from memfit.records.request import ParallelRequest, Request
+from memfit.records import Record, write_atomically
+from memfit.records.recipe import Parallel
+from memfit.records.request import Request
 from memfit.records.results import Plan
 from memfit.workflows.prepare_child import prepare_apart
 from memfit.workflows.prepare_run import Say, read_prepared, write_prepared
@@ -96,12 +97,11 @@ def change_ranks(plan: Plan, count: int) -> Request | None:
     copies = dp if old.dp_shard == 1 else 1
     if old.dp_replicate > 1 and old.dp_shard > 1 and dp % old.dp_shard == 0:
         copies = dp // old.dp_shard
-    parallel = from_data(to_data(old), ParallelRequest, source="plan.json")
-    parallel = msgspec.structs.replace(parallel, dp_replicate=copies, dp_shard=dp // copies)
+    parallel = msgspec.structs.replace(old, dp_replicate=copies, dp_shard=dp // copies)
     stated = state(plan)
     return msgspec.structs.replace(
         stated,
-        parallel=parallel if count > 1 else ParallelRequest(),
+        parallel=parallel if count > 1 else Parallel(),
         hardware=msgspec.structs.replace(stated.hardware, count=count, nodes=1),
         micro_batch=micro,
         recompute=request.recompute,

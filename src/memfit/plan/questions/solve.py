@@ -236,7 +236,7 @@ def _rows(tries: Tries) -> Try | None:
 
     def attempt(rows: int) -> Try:
         """One micro-batch a step and rank, so that the global batch follows."""
-        ranks = request.devices if request.parallel == "auto" else request.parallel.stated.dp
+        ranks = request.devices if request.parallel == "auto" else request.parallel.dp
         task: Task = structs.replace(request.task, global_batch=rows * ranks)
         return tries(rows, structs.replace(request, task=task, micro_batch=rows))
 

@@ -23,7 +23,7 @@ from memfit.plan.request.problem import find_device, find_network, sequence_leng
 from memfit.records.hardware import Device
 from memfit.records.model import Model
 from memfit.records.recipe import OWN_STEP, Freeze, Lora, Optimizer, Parallel, Recipe
-from memfit.records.request import ParallelRequest, RecomputeBlocks, Request
+from memfit.records.request import RecomputeBlocks, Request
 
 
 def _list_samplers(objective: str) -> str:
@@ -105,8 +105,7 @@ def read_defaults(
             rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, scaling=lora.scaling,
             targets=choose_targets(lora.targets, model, targets),
         ) if method == "lora" else Lora(),
-        freeze=Freeze(last_blocks=request.freeze.last_blocks, patterns=request.freeze.patterns)
-        if method == "freeze" else Freeze(),
+        freeze=request.freeze if method == "freeze" else Freeze(),
         optimizer=_optimizer(request, chosen),
         recompute_blocks=blocks,
         recompute=kind,
@@ -202,7 +201,7 @@ def read_parallel(request: Request, framework: Framework) -> Parallel:
         if not sharded:
             return Parallel(dp_replicate=devices)
         return Parallel(dp_shard=devices, zero=framework.choose_zeros(request)[0])
-    requested, plain = request.parallel, ParallelRequest()
+    requested, plain = request.parallel, Parallel()
     for name in requested.__struct_fields__:
         value = getattr(requested, name)
         if value != getattr(plain, name) and name not in framework.axes:
@@ -215,4 +214,4 @@ def read_parallel(request: Request, framework: Framework) -> Parallel:
             f"`parallel` names {requested.world} ranks, but `hardware` has {devices} devices",
             hint=match_devices(requested.world, devices),
         )
-    return requested.stated
+    return requested

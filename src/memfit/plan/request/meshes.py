@@ -105,11 +105,11 @@ def stated_mesh(request: Request) -> Parallel:
     stated = request.parallel
     if stated.world != devices:
         raise InvalidRequest(
-            f"`parallel` names {stated.world} ranks ({_factors(stated.stated)}), but"
+            f"`parallel` names {stated.world} ranks ({_factors(stated)}), but"
             f" `hardware` has `count: {hardware.count}` x `nodes: {hardware.nodes}` devices",
             hint=match_devices(stated.world, devices),
         )
-    return replace(stated.stated, sequence_parallel=stated.tp > 1)
+    return replace(stated, sequence_parallel=stated.tp > 1)
 
 
 def match_devices(ranks: int, devices: int) -> str:

@@ -412,7 +412,7 @@ def first_recipe(
         loss="plain",
         loss_chunk=0,
         qat="" if request.qat == "none" else request.qat,
-        regularisation=request.regularisation.stated,
+        regularisation=request.regularisation,
         lean=choose_lean(request, problem.model.architecture),
         compile="blocks" if request.compile == "blocks" else "none",
         offload="none" if request.offload == "auto" else request.offload,
@@ -476,7 +476,7 @@ def _freeze(request: Request, problem: Problem) -> Freeze:
             f"`{problem.reference.name}`",
             hint=f"use at most {layers}",
         )
-    return Freeze(last_blocks=requested.last_blocks, patterns=requested.patterns)
+    return requested
 
 
 def find_rate(request: Request, reference: ModelReference, model: Model, method: Method) -> float:

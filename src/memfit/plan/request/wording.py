@@ -10,8 +10,8 @@ from memfit.objectives import find_objective
 from memfit.plan.frameworks import Framework, find_framework
 from memfit.plan.request.assumed import is_estimated
 from memfit.records import from_data, to_data
-from memfit.records.recipe import ADAPTED, Recipe
-from memfit.records.request import LoraRequest, ParallelRequest, RecomputeBlocks, Request
+from memfit.records.recipe import ADAPTED, Parallel, Recipe
+from memfit.records.request import LoraRequest, RecomputeBlocks, Request
 from memfit.records.results import Plan
 
 LABELS = (
@@ -39,7 +39,7 @@ def state(request: Request, recipe: Recipe, framework: Framework) -> Request:
     changes = words(request, recipe, framework)
     mesh = {key.partition(".")[2]: v for key, v in changes.items() if key.startswith("parallel.")}
     own = {key.partition(".")[2]: v for key, v in changes.items() if key.startswith("options.")}
-    requested = request.parallel if request.parallel != "auto" else ParallelRequest()
+    requested = request.parallel if request.parallel != "auto" else Parallel()
     recompute: Any = changes["recompute"]
     if isinstance(recompute, dict):
         recompute = RecomputeBlocks(**recompute)
@@ -57,7 +57,7 @@ def state(request: Request, recipe: Recipe, framework: Framework) -> Request:
 
 def words(request: Request, recipe: Recipe, framework: Framework) -> dict[str, Any]:
     """What `--set` takes to state a candidate: key of the request -> value."""
-    p, plain = recipe.parallel, ParallelRequest()
+    p, plain = recipe.parallel, Parallel()
     mesh = {
         f"parallel.{name}": getattr(p, name)
         for name in framework.axes

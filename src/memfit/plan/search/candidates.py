@@ -35,7 +35,7 @@ from memfit.plan.search.tables import (
 from memfit.records.hardware import Device
 from memfit.records.model import Model
 from memfit.records.recipe import Option, Parallel, Recipe
-from memfit.records.request import Hardware, ParallelRequest, Request
+from memfit.records.request import Hardware, Request
 
 WORDS = ("recompute", "attention", "compile", "implementation")  # knobs that span their values
 NODE = 8  # devices of a node, where neither the request nor the catalogue says
@@ -270,7 +270,7 @@ def _alone(request: Request) -> Request:
     """The same on one device, before any mesh is chosen."""
     own = Hardware(device=request.hardware.device)
     rows = _least_rows(request)
-    return structs.replace(request, parallel=ParallelRequest(), hardware=own, micro_batch=rows)
+    return structs.replace(request, parallel=Parallel(), hardware=own, micro_batch=rows)
 
 
 def _least_rows(request: Request) -> int:

@@ -98,7 +98,7 @@ def check_sampled(request: Request) -> None:
 def _find_ranks(request: Request) -> Parallel:
     """The stated mesh; what is left open is shards."""
     stated = request.parallel
-    return Parallel(dp_shard=request.devices) if stated == "auto" else stated.stated
+    return Parallel(dp_shard=request.devices) if stated == "auto" else stated
 
 
 def settle_allocator(request: Request, device: Device) -> Request:
