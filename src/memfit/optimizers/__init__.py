@@ -52,9 +52,9 @@ class OptimizerFamily(ABC):
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
         """What one parameter's state holds from the first step on, host tensors included."""
 
-    @abstractmethod
     def host_state(self, settings: Optimizer) -> tuple[TensorSpec, ...]:
         """The part of `state` that torch keeps in host memory whatever the device is."""
+        return ()
 
     def on_device(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
         """The part of `state` that the device's allocator holds, on CUDA."""

@@ -35,10 +35,6 @@ class Lion(OptimizerFamily):
         """See `OptimizerFamily.state`."""
         return (local,)
 
-    def host_state(self, settings: Optimizer) -> tuple[TensorSpec, ...]:
-        """See `OptimizerFamily.host_state`."""
-        return ()
-
     def step_temporaries(
         self, parameters: Sequence[TensorSpec], settings: Optimizer, counted: Counted = "live"
     ) -> int:

@@ -31,10 +31,6 @@ class Sgd(OptimizerFamily):
         """See `OptimizerFamily.state`."""
         return (local,) if settings.momentum else ()
 
-    def host_state(self, settings: Optimizer) -> tuple[TensorSpec, ...]:
-        """See `OptimizerFamily.host_state`."""
-        return ()
-
     def step_temporaries(
         self, parameters: Sequence[TensorSpec], settings: Optimizer, counted: Counted = "live"
     ) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import ClassVar, final
 
 from memfit.plan.frameworks import Framework, Knob, frameworks
-from memfit.plan.frameworks.shared.timed import UNPUBLISHED, plain_values
+from memfit.plan.frameworks.shared.plain import UNPUBLISHED, plain_values
 
 
 @final

@@ -6,7 +6,7 @@ runs); files named below are under `src/nanotron`.
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 from msgspec.structs import replace
 
@@ -14,6 +14,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.core.units import GIB
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, TimeTraits, frameworks, make_ledger
 from memfit.plan.frameworks.shared.pipeline import deal_by_cost
+from memfit.plan.frameworks.shared.plain import plain_values
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.model import Architecture
 
@@ -54,18 +55,7 @@ class Nanotron(Framework):
     title = "nanotron"
     source = "huggingface/nanotron e24d248"
     time = TimeTraits(always_cuts_tokens=True, deals_by_cost=True)
-    values = {  # noqa: RUF012
-        "precision": ("bf16-mixed",),
-        "method": ("full",),
-        "base_format": ("fp32",),
-        "optimizer": ("adamw",),
-        "implementation": ("fused", "foreach"),
-        "recompute": ("none", "full"),
-        "attention": ("flash",),
-        "loss": ("plain",),
-        "compile": ("none",),
-        "offload": ("none",),
-    }
+    values: ClassVar = plain_values(implementation=("fused", "foreach"))
     cuts = 1
     axes = ("dp_replicate", "dp_shard", "zero", "tp", "sequence_parallel", "pp")
     knobs = {  # noqa: RUF012

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from types import TracebackType
 
 from memfit.core.system.memory import read_anonymous as read_anonymous
 from memfit.core.units import KIB
@@ -50,12 +49,7 @@ class Resident:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,10 +22,7 @@ class Judge(Protocol):
 
     def __enter__(self) -> Judge: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...  # fmt: skip
+    def __exit__(self, *_: object) -> None: ...
 
     def judge(
         self,
@@ -98,10 +94,7 @@ class Judges:
     def __enter__(self) -> Judges:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def judge(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -119,10 +118,7 @@ class Constant:
     def __enter__(self) -> Constant:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         pass
 
     def judge(

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from memfit.core.errors import RunFailed
@@ -83,10 +82,7 @@ class Log:
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         for close in self._closes:
             close()

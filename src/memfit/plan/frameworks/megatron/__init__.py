@@ -39,6 +39,7 @@ from memfit.plan.frameworks.megatron.stage import (
     read_blocks,
 )
 from memfit.plan.frameworks.megatron.step_time import CLOCK_KNOBS, refuse_bytes
+from memfit.plan.frameworks.shared.plain import plain_values
 from memfit.plan.step_time.arrays import Number
 from memfit.records.ledger import Ledger
 from memfit.records.recipe import Parallel
@@ -109,18 +110,11 @@ KNOBS = {
     **CLOCK_KNOBS,
 }  # fmt: skip
 
-VALUES = {
-    "precision": ("bf16-mixed", "fp16-mixed", "fp32", "fp8-mixed", "fp4-mixed"),
-    "method": ("full", "lora"),
-    "base_format": ("fp32",),
-    "optimizer": ("adamw",),
-    "implementation": ("fused",),
-    "recompute": ("none", "full", "selective"),
-    "attention": ("flash", "cudnn", "eager"),
-    "loss": ("plain",),
-    "compile": ("none",),
-    "offload": ("none",),
-}  # fmt: skip
+VALUES = plain_values(
+    precision=("bf16-mixed", "fp16-mixed", "fp32", "fp8-mixed", "fp4-mixed"),
+    method=("full", "lora"), recompute=("none", "full", "selective"),
+    attention=("flash", "cudnn", "eager"),
+)  # fmt: skip
 
 
 @final

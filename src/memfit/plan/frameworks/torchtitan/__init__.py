@@ -7,7 +7,7 @@ goes by `options.version`, the year and month of the code.
 
 from __future__ import annotations
 
-from typing import final
+from typing import ClassVar, final
 
 from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import (
@@ -23,6 +23,7 @@ from memfit.plan.frameworks import (
     make_ledger,
     obey,
 )  # fmt: skip
+from memfit.plan.frameworks.shared.plain import plain_values
 from memfit.plan.frameworks.torchtitan.held import describe_instants
 from memfit.plan.frameworks.torchtitan.stage import (
     count_elements,
@@ -48,18 +49,11 @@ class Torchtitan(Framework):
         "pytorch/torchtitan 9dec370 (2024-12), e7c0cae (2025-06), 6fc499f (2025-08); the loss of"
         " chunks: b5bcd76 (2026-11)"
     )
-    values = {  # noqa: RUF012
-        "precision": ("bf16-mixed", "fp8-mixed"),
-        "method": ("full",),
-        "base_format": ("fp32",),
-        "optimizer": ("adamw",),
-        "implementation": ("fused", "foreach", "loop"),
-        "recompute": ("selective", "full", "none"),
-        "attention": ("flash", "cudnn"),
-        "loss": ("plain", "chunked"),
-        "compile": ("none", "blocks"),
-        "offload": ("none",),
-    }
+    values: ClassVar = plain_values(
+        precision=("bf16-mixed", "fp8-mixed"), implementation=("fused", "foreach", "loop"),
+        recompute=("selective", "full", "none"), attention=("flash", "cudnn"),
+        loss=("plain", "chunked"), compile=("none", "blocks"),
+    )  # fmt: skip
     axes = (
         "dp_replicate", "dp_shard", "tp", "sequence_parallel", "cp", "pp", "virtual_pp",
     )  # fmt: skip

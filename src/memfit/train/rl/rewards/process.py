@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from memfit.core.errors import InvalidRequest, RunFailed
@@ -78,10 +77,7 @@ class RewardProcess:
     def __enter__(self) -> RewardProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def ready(self) -> None:

@@ -1,4 +1,4 @@
-"""What the frameworks share that are described for the time of their step alone."""
+"""The values that most frameworks' steps have: full training in bf16 over fp32 masters."""
 
 from __future__ import annotations
 
