@@ -9,10 +9,9 @@ Torch is imported only by the verbs that need it, when they are called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from msgspec import structs
 
@@ -24,12 +23,13 @@ from memfit.files.run_folder import is_plan as is_plan
 from memfit.files.run_folder import read_plan as read_plan
 from memfit.files.run_folder import state as state
 from memfit.plan.request import problem as problems
+from memfit.plan.request.problem import find_device as find_device
 from memfit.plan.search import search
 from memfit.records import from_data, write_atomically, write_json
-from memfit.records.hardware import Device, Fabric
+from memfit.records.hardware import Device
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
-from memfit.records.results import Certificate, Diff, Merged, Plan, Report, Run, WayOut
+from memfit.records.results import Certificate, Diff, Plan, Report, Run, WayOut
 from memfit.workflows import look_up
 from memfit.workflows.load_inputs import change as change
 from memfit.workflows.load_inputs import place_devices
@@ -38,30 +38,41 @@ from memfit.workflows.load_inputs import put_all as put_all
 from memfit.workflows.load_inputs import read as read
 from memfit.workflows.load_inputs import read_certificate as read_certificate
 from memfit.workflows.load_inputs import read_data as read_data
+from memfit.workflows.look_up import time_exchanges as time_exchanges
 
 if TYPE_CHECKING:
     from memfit.accuracy.corpus import append_row as append_row
     from memfit.accuracy.corpus import submit_row as submit_row
     from memfit.accuracy.memory_errors import Accuracy
     from memfit.accuracy.time_errors import TimeAccuracy
-    from memfit.catalog import CatalogModel
+    from memfit.certify import with_full_traces as with_full_traces
+    from memfit.certify import without_cache as without_cache
     from memfit.check import Checked
-    from memfit.check.answers import Answer
-    from memfit.check.out_of_memory import Diagnosed, Message
+    from memfit.check.answers import judge as judge
+    from memfit.check.out_of_memory import Message
+    from memfit.check.out_of_memory import diagnose as diagnose
     from memfit.check.smaller_changes import Change
-    from memfit.core.number_formats import FormatRow
-    from memfit.export.target import Export
+    from memfit.check.smaller_changes import make_patch as make_patch
+    from memfit.core.number_formats import formats as formats
+    from memfit.export import export as export
+    from memfit.export import write_export as write_export
     from memfit.plan.budget.budget import Budget
     from memfit.plan.budget.offers import Offers
     from memfit.plan.questions.compare import Comparison
     from memfit.plan.questions.rules import Rule
     from memfit.plan.questions.solve import Solved
     from memfit.plan.questions.why_not import WhyNot
-    from memfit.plan.request.as_stated import Stated
+    from memfit.plan.request.as_stated import read_stated as read_stated
+    from memfit.report.join import join as join
     from memfit.report.pipeline_strip import Strip
-    from memfit.report.runs import RunRow, RunView
+    from memfit.report.runs import list_runs as list_runs
+    from memfit.report.runs import read_run as read_run
     from memfit.report.step_memory import StepMemory
+    from memfit.report.step_trace import write_step_trace as write_step_trace
+    from memfit.report.timeline_files import check_writable as check_writable
+    from memfit.train.checkpoint.merge import merge as merge
     from memfit.train.run.progress import Progress
+    from memfit.train.run.progress import open_progress as open_progress
     from memfit.workflows.certify_request import certify as certify
     from memfit.workflows.certify_request import find_levers as find_levers
     from memfit.workflows.certify_request import find_nearest as find_nearest
@@ -77,21 +88,46 @@ LIBRARIES = (
 )  # fmt: skip
 
 
-# what other verbs than `plan` need, imported at its first use
+# what other verbs than `plan` need, imported at its first use; each says at home what it does
 _LATER = {
-    **dict.fromkeys(("append_row", "submit_row"), "memfit.accuracy.corpus"),
-    **dict.fromkeys(("certify", "find_levers", "find_nearest"), "memfit.workflows.certify_request"),
-    **dict.fromkeys(("Elastic", "read_elastic"), "memfit.workflows.elastic"),
-    **dict.fromkeys(("find_machine", "prepare"), "memfit.workflows.prepare_run"),
-    "is_first_rank": "memfit.workflows.launch_ranks",
+    "append_row": "memfit.accuracy.corpus.append_row",
+    "submit_row": "memfit.accuracy.corpus.submit_row",
+    "with_full_traces": "memfit.certify.with_full_traces",
+    "without_cache": "memfit.certify.without_cache",
+    "judge": "memfit.check.answers.judge",
+    "diagnose": "memfit.check.out_of_memory.diagnose",
+    "make_patch": "memfit.check.smaller_changes.make_patch",
+    "formats": "memfit.core.number_formats.formats",
+    "export": "memfit.export.export",
+    "write_export": "memfit.export.write_export",
+    "read_stated": "memfit.plan.request.as_stated.read_stated",
+    "join": "memfit.report.join.join",
+    "list_runs": "memfit.report.runs.list_runs",
+    "read_run": "memfit.report.runs.read_run",
+    "write_step_trace": "memfit.report.step_trace.write_step_trace",
+    "check_writable": "memfit.report.timeline_files.check_writable",
+    "merge": "memfit.train.checkpoint.merge.merge",
+    "open_progress": "memfit.train.run.progress.open_progress",
+    "certify": "memfit.workflows.certify_request.certify",
+    "find_levers": "memfit.workflows.certify_request.find_levers",
+    "find_nearest": "memfit.workflows.certify_request.find_nearest",
+    "Elastic": "memfit.workflows.elastic.Elastic",
+    "read_elastic": "memfit.workflows.elastic.read_elastic",
+    "is_first_rank": "memfit.workflows.launch_ranks.is_first_rank",
+    "find_machine": "memfit.workflows.prepare_run.find_machine",
+    "prepare": "memfit.workflows.prepare_run.prepare",
 }
 
 
 def __getattr__(name: str) -> Any:
     """A function of a verb that a plan does not need."""
     if name in _LATER:
-        return getattr(import_module(_LATER[name]), name)
+        module, _, function = _LATER[name].rpartition(".")
+        return getattr(import_module(module), function)
     raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+
+
+models, devices, networks = look_up.find_models, look_up.find_devices, look_up.find_networks
 
 
 def plan(request: Request, *, device: Device | None = None, levers: bool = True) -> Plan:
@@ -184,13 +220,6 @@ def predict_with_levers(request: Request) -> Plan:
     return search.predict(problems.read_problem(request), levers=True)
 
 
-def read_stated(request: Request) -> Stated:
-    """The recipe of a request for many ranks; raises InvalidRequest where numbers disagree."""
-    from memfit.plan.request import as_stated
-
-    return as_stated.read_stated(request)
-
-
 def refuse_ranks(request: Request) -> None:
     """Raise InvalidRequest for what only one process, and only memfit's own, can do."""
     problems.check_own_step(request.framework)
@@ -200,11 +229,6 @@ def refuse_ranks(request: Request) -> None:
             hint="`memfit train` runs on many; for one device, leave `parallel`,"
             " `hardware.count` and `hardware.nodes` out",
         )
-
-
-def find_device(name: str) -> Device:
-    """A catalogue row, or this machine's processor for `auto` and `cpu`."""
-    return problems.find_device(name)
 
 
 def add_tracker(request: Request, name: str) -> Request:
@@ -273,20 +297,6 @@ def versions() -> dict[str, str]:
     return installed_versions(LIBRARIES)
 
 
-def without_cache() -> AbstractContextManager[None]:
-    """Return a context in which no cached certificate is read or written."""
-    from memfit import certify as certification
-
-    return certification.without_cache()
-
-
-def with_full_traces() -> AbstractContextManager[None]:
-    """Return a context in which every block of a model is traced, those too that repeat others."""
-    from memfit import certify as certification
-
-    return certification.with_full_traces()
-
-
 def write_plan(plan: Plan, folder: Path) -> None:
     """plan.json of a run folder."""
     write_json(folder / "plan.json", plan)
@@ -303,24 +313,6 @@ def diff(a: str, b: str, *, say: Callable[[str], None] = lambda _: None) -> Diff
 
     first = difference.find_certificate(a, say)
     return difference.compare(first, difference.find_certificate(b, say), names=(a, b))
-
-
-def check_writable(folder: Path) -> None:
-    """Raise InvalidRequest where nothing can be written, before anything is computed."""
-    from memfit.report import timeline_files
-
-    timeline_files.check_writable(folder)
-
-
-def export(source: Plan | Request, target: str) -> Export:
-    """A plan, or a request planned for that tool, as its files; see `memfit.export`.
-
-    What a plan's request leaves open is decided for the tool's own step. Raises UnknownName,
-    InvalidRequest where the tool cannot do what `source` states, and DoesNotFit.
-    """
-    from memfit import export as exporting
-
-    return exporting.export(source, target)
 
 
 def export_targets() -> list[str]:
@@ -341,13 +333,6 @@ def check(files: Sequence[Path], data: dict[str, Any], config: str = "") -> tupl
     return answers.answer_files(files, dict(place_devices(data)), predict, config)
 
 
-def judge(checked: Checked, plan: Plan, found: Diagnosed | None = None) -> Answer:
-    """The verdict on what `check` answered, with keys that are not described and a message."""
-    from memfit.check import answers
-
-    return answers.judge(checked, plan, found)
-
-
 def find_changes(
     files: Sequence[Path],
     data: dict[str, Any],
@@ -364,32 +349,11 @@ def find_changes(
     return checking.find_changes(files, dict(place_devices(data)), plan, predict, config, left_out)
 
 
-def make_patch(change: Change) -> str:
-    """A change to files as a unified diff; InvalidRequest where they are not YAML or JSON."""
-    from memfit.check import smaller_changes
-
-    return smaller_changes.make_patch(change)
-
-
 def read_out_of_memory(log: Path) -> Message:
     """The CUDA out-of-memory message of a log; InvalidRequest where there is none."""
     from memfit.check import out_of_memory
 
     return out_of_memory.read_message(log)
-
-
-def diagnose(message: Message, plan: Plan) -> Diagnosed:
-    """The message beside a prediction: which tensor, and in which phase."""
-    from memfit.check import out_of_memory
-
-    return out_of_memory.diagnose(message, plan)
-
-
-def write_export(made: Export, folder: Path) -> list[Path]:
-    """Its files; InvalidRequest where one would replace what memfit has not written."""
-    from memfit import export as exporting
-
-    return exporting.write_export(made, folder)
 
 
 def write_timeline(recording: Path, certificate: Certificate, folder: Path) -> list[Path]:
@@ -401,16 +365,6 @@ def write_timeline(recording: Path, certificate: Certificate, folder: Path) -> l
     from memfit.report import timeline_files
 
     return timeline_files.write_timeline(read_recording(recording), certificate, folder)
-
-
-def write_step_trace(plan: Plan, folder: Path) -> Path:
-    """step.trace.json: the predicted seconds of a step, for ui.perfetto.dev.
-
-    Raises InvalidRequest where the plan knows no time.
-    """
-    from memfit.report import step_trace
-
-    return step_trace.write_step_trace(plan, folder)
 
 
 def write_report(folder: Path) -> Report:
@@ -521,26 +475,6 @@ def doctor() -> Diagnosis:
     return doctors.diagnose(versions())
 
 
-def models(search: str = "", *, family: str = "", up_to: str = "") -> tuple[CatalogModel, ...]:
-    """Catalogue rows in which every word of `search` occurs; UnknownName when there is none."""
-    return look_up.find_models(search, family=family, up_to=up_to)
-
-
-def devices(search: str = "", *, vendor: str = "", at_least: str = "") -> tuple[Device, ...]:
-    """Catalogue rows in which every word of `search` occurs; UnknownName when there is none."""
-    return look_up.find_devices(search, vendor=vendor, at_least=at_least)
-
-
-def networks(search: str = "") -> tuple[Fabric, ...]:
-    """What joins machines: rows in which every word of `search` occurs; UnknownName without one."""
-    return look_up.find_networks(search)
-
-
-def time_exchanges(network: Fabric) -> tuple[look_up.Exchange, ...]:
-    """Seconds of 1 GB among the devices of 2, 8 and 64 machines, as a step's time reckons them."""
-    return look_up.time_exchanges(network)
-
-
 def supported_families() -> list[str]:
     """Names of the model families that can be planned and trained."""
     return families.families.names()
@@ -551,20 +485,6 @@ def supported_frameworks() -> list[str]:
     from memfit.plan.frameworks import frameworks
 
     return sorted(frameworks.names(), key=lambda name: (not frameworks.find(name).runs, name))
-
-
-def list_runs(root: Path) -> tuple[RunRow, ...]:
-    """The run folders below a folder, the newest first."""
-    from memfit.report import runs
-
-    return runs.list_runs(root)
-
-
-def read_run(root: Path, name: str, after: int = 0) -> RunView:
-    """A run below a folder, and the steps of its log above `after`; InvalidRequest elsewhere."""
-    from memfit.report import runs
-
-    return runs.read_run(root, name, after)
 
 
 def draw_pipeline(plan: Plan) -> Strip | None:
@@ -603,13 +523,6 @@ def calibrate(
     return calibrate_device.calibrate(device, row=row, quick=quick, say=say)
 
 
-def formats(x: float, *, scale: float | None = None) -> tuple[FormatRow, ...]:
-    """A number in every format, widest first."""
-    from memfit.core import number_formats as formatting
-
-    return formatting.formats(x, scale=scale)
-
-
 def measure(recipe: Recipe, *, steps: int = 3) -> Run:
     """A few real steps of a recipe on this machine, on random tokens and weights."""
     from memfit.train.measure import counters as measuring
@@ -645,24 +558,3 @@ def generate(
         write_atomically(folder / "sample.txt", (prompt + made).encode())
         write_report(folder)
     return made
-
-
-def merge(folder: Path, out: Path) -> Merged:
-    """The adapter of a run, or of a folder in peft's format, written into its base as `out`."""
-    from memfit.train.checkpoint import merge as merging
-
-    return merging.merge(folder, out)
-
-
-def join(plan: Plan, certificate: Certificate | None, run: Run | None) -> Report:
-    """The report of results that are not in a folder."""
-    from memfit.report import join as reporting
-
-    return reporting.join(plan, certificate, run)
-
-
-def open_progress(stream: TextIO) -> Progress:
-    """What shows a run as it goes: live lines on a terminal, plain ones in a pipe."""
-    from memfit.train.run import progress
-
-    return progress.open_progress(stream)

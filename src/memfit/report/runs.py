@@ -83,7 +83,7 @@ def _row(root: Path, folder: Path) -> RunRow:
     )
 
 
-def read_run(root: Path, name: str, after: int) -> RunView:
+def read_run(root: Path, name: str, after: int = 0) -> RunView:
     """A run's report, and its log's steps above `after`.
 
     Raises InvalidRequest for what is no run folder below `root`, wherever a link may lead.

@@ -21,7 +21,7 @@ _SIZES = re.compile(r"\b(\d+) ?(?:gib|gb|g)\b", re.IGNORECASE)
 TIMED: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-def find_models(search: str, *, family: str = "", up_to: str = "") -> tuple[CatalogModel, ...]:
+def find_models(search: str = "", *, family: str = "", up_to: str = "") -> tuple[CatalogModel, ...]:
     """Catalogue rows in which every word of `search` occurs; UnknownName when there is none."""
     most = units.parse_count(up_to) if up_to else None
     rows = [
@@ -37,7 +37,7 @@ def find_models(search: str, *, family: str = "", up_to: str = "") -> tuple[Cata
     return tuple(rows)
 
 
-def find_devices(search: str, *, vendor: str = "", at_least: str = "") -> tuple[Device, ...]:
+def find_devices(search: str = "", *, vendor: str = "", at_least: str = "") -> tuple[Device, ...]:
     """Catalogue rows in which every word of `search` occurs; UnknownName when there is none.
 
     Of a seller's machine, such as `p4d.24xlarge`, the row of its devices.
@@ -58,7 +58,7 @@ def find_devices(search: str, *, vendor: str = "", at_least: str = "") -> tuple[
     return tuple(rows)
 
 
-def find_networks(search: str) -> tuple[Fabric, ...]:
+def find_networks(search: str = "") -> tuple[Fabric, ...]:
     """What joins machines, where every word of `search` occurs; UnknownName when there is none."""
     every = [row for row in links.fabrics() if row.joins == "machines"]
     rows = [row for row in every if _holds(search, row.id, row.name, *row.match)]
