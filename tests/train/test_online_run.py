@@ -353,7 +353,7 @@ class _Stop(Silent):
     [
         ("grpo", {}),
         ("grpo", {**LORA, "policy": Policy(beta=0.1, num_iterations=2)}),
-        ("rloo", {**LORA, "policy": Policy(beta=0.05)}),
+        pytest.param("rloo", {**LORA, "policy": Policy(beta=0.05)}, marks=pytest.mark.wide),
         ("online_dpo", PAIRS),
         ("ppo", VALUED),
     ],

@@ -127,7 +127,7 @@ def test_shards_have_the_tokens_of_one_call_a_document(data, tokenizer, tmp_path
 
 
 @FORK
-@pytest.mark.parametrize("objective", ["sft", "pretrain"])
+@pytest.mark.parametrize("objective", ["sft", pytest.param("pretrain", marks=pytest.mark.wide)])
 def test_processes_and_one_process_write_the_same_bytes(
     objective, data, tokenizer, tmp_path, small, monkeypatch
 ):

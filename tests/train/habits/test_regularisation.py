@@ -130,7 +130,7 @@ NOISY = {
 }
 
 
-@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.wide), "chunked, mixed"])
 def test_a_run_holds_what_is_certified_and_goes_on_to_the_same_bits(
     name, go, request_, cache, tmp_path, monkeypatch
 ):
