@@ -91,11 +91,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 128, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
     },
+    "olmo3": GATED | {"sliding_window": WINDOW},
+    "cohere2": GATED | {"sliding_window": WINDOW, "tie_word_embeddings": True},
+    "exaone4": GATED | {"head_dim": 32, "sliding_window": WINDOW},
+    "starcoder2": GATED | {"sliding_window": WINDOW},
+    "minimax_m2": GATED | {
+        "head_dim": 32, "rotary_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "olmoe": GATED | {"num_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe_lite": GATED | {
+        "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+    },
+    "ernie4_5": GATED | {"head_dim": 32},
+    "hunyuan_v1_dense": GATED | {"head_dim": 32},
+    "arcee": GATED,
 }  # fmt: skip
 LORA = {
     "gpt2": ["c_attn"], "gpt_neox": ["query_key_value"], "falcon": ["query_key_value"],
     "falcon-7b": ["query_key_value"], "bloom": ["query_key_value"], "mpt": ["Wqkv"],
     "phi3": ["qkv_proj"], "deepseek_v3": ["q_b_proj", "kv_b_proj"],
+    "glm4_moe_lite": ["q_b_proj", "kv_b_proj"],
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "full rows": {},

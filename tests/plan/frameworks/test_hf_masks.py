@@ -24,10 +24,11 @@ SHOWN = (
     "gemma3_text: lora, padded, mixed", "phi3: recomputed, mixed", "qwen2: full rows",
     "gpt_oss: full rows", "falcon: padded", "falcon-7b: full rows", "gptj: padded",
     "gpt2: padded", "mixtral: recomputed, mixed", "deepseek_v3: recomputed, mixed",
-    "gpt_oss: lora, padded, mixed",
+    "gpt_oss: lora, padded, mixed", "olmo3: padded", "cohere2: recomputed, mixed",
 )  # fmt: skip
 # masks of whose classes another one's are
-ALIKE = ("qwen2: full rows", "gptj: padded", "phi3: recomputed, mixed", "falcon-7b: full rows")
+ALIKE = ("qwen2: full rows", "gptj: padded", "phi3: recomputed, mixed", "falcon-7b: full rows",
+         "olmo3: padded", "cohere2: recomputed, mixed")  # fmt: skip
 ROWS = [json.loads(line) for line in hf_masks.OUT.read_text().splitlines()]
 
 
