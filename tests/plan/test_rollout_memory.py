@@ -210,6 +210,24 @@ def test_every_phase_holds_what_is_predicted(device, name):
     compare(make_short(name, attention=attention), H100)
 
 
+@pytest.mark.parametrize("changes", [MIXED, ADAPTED], ids=["full", "lora"])
+def test_policy_and_value_that_update_within_backward_hold_what_is_predicted(changes):
+    """Each has one micro-batch a step, and no gradient of either is left at its end."""
+    recipe = make_short("llama, ppo, full")
+    recipe = make_recipe(
+        "llama", objective="ppo", accumulation=1, micro_batch=8, rollout=recipe.rollout,
+        policy=recipe.policy, reward=REWARD, sequence_length=recipe.rollout.width,
+        optimizer={"in_backward": True, "clip_norm": 0.0}, **changes,
+    )  # fmt: skip
+    fake = trace_iterations(recipe, CPU).ledger
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    ledger = predict_memory(model, recipe, CPU)
+    assert ledger.phases == fake.phases
+    assert Kind.GRADIENTS not in ledger.by_kind(Phase.OPTIMIZER_STEP)
+    for phase in set(fake.phases) - {Phase.OPTIMIZER_STEP}:  # beside which scalars of updates are
+        assert ledger.by_kind(phase) == fake.by_kind(phase), phase
+
+
 def test_the_slots_are_those_that_the_loop_allocates():
     recipe = make("gemma3_text", FULL)
     model = read_model(recipe.model)

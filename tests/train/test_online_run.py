@@ -31,6 +31,7 @@ from transformers import (
 
 from memfit import api
 from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.families import read_model
 from memfit.records import from_data
 from memfit.records.ledger import Phase
 from memfit.records.model import ModelReference
@@ -61,8 +62,9 @@ VALUED = {
     **LORA, "policy": Policy(beta=0.05, num_iterations=2),
     "rollout": replace(ROLLOUT, num_generations=1),
 }  # fmt: skip
+WHOLE = {k: v for k, v in VALUED.items() if k not in LORA}  # a value model, and a reference
 KILLS = Path(__file__).parents[2] / "bench" / "results" / "rollout_kills.json"
-KILLED = (("grpo", 3), ("online_dpo", 1), ("ppo", 1))
+KILLED = (("grpo", 3), ("online_dpo", 1), ("ppo", 1), ("ppo_full", 1))
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
@@ -164,7 +166,12 @@ def test_a_run_with_values_logs_them_and_leaves_their_adapter(whole):
         assert {*file.keys(), "base_model.model.score.weight"} == names
         for name in file.keys():  # noqa: SIM118 (not a dict)
             assert "value" not in name
-    for part in ("model", "value"):
+    _spoil(folder, "model", "value")
+
+
+def _spoil(folder, *parts):
+    """Files that are no longer as they were written are found."""
+    for part in parts:
         check_model(folder)
         (weights,) = (folder / part).glob("*.safetensors")
         content = weights.read_bytes()
@@ -172,6 +179,21 @@ def test_a_run_with_values_logs_them_and_leaves_their_adapter(whole):
         with pytest.raises(InvalidRequest, match="not as it was written"):
             check_model(folder)
         weights.write_bytes(content)
+
+
+def test_the_model_of_a_run_with_a_value_model_is_the_policy_alone(whole):
+    """transformers' class reads it and misses nothing; generation does, too."""
+    recipe, folder, made = whole("ppo", **WHOLE)
+    figures = {"reward", "kl", "value_loss", "clipped_values"}
+    assert all(figures <= set(row) for row in read_log(folder))
+    assert {"score", "reference", "values", "accumulate"} <= set(made.phases)
+    _, said = AutoModelForCausalLM.from_pretrained(folder / "model", output_loading_info=True)
+    assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with safe_open(folder / "model" / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == {w.name for w in read_model(recipe.model).weights}
+    assert not (folder / "value").exists()
+    _spoil(folder, "model")
+    assert isinstance(generate(folder, "Say 3:", max_new_tokens=2), str)
 
 
 def test_a_finished_run_speaks_and_transformers_reads_it(whole, place):
@@ -356,6 +378,7 @@ class _Stop(Silent):
         pytest.param("rloo", {**LORA, "policy": Policy(beta=0.05)}, marks=pytest.mark.wide),
         ("online_dpo", PAIRS),
         ("ppo", VALUED),
+        ("ppo", WHOLE),
     ],
 )
 def test_a_run_that_was_stopped_twice_is_the_same_to_the_bit(

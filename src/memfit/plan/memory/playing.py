@@ -99,16 +99,17 @@ class Part(NamedTuple):
 def cut_pieces(recording: Recording, setting: Setting, *, first: bool) -> Iterator[Part]:
     """The pieces of a run's first step, or of its second.
 
-    Of a step that updates within backward, the recording's second micro-batch is the second step's.
+    Of a step that updates within backward, the recording's second half is the second step's.
     """
+    half = len(recording.passes) // 2 if setting.micro_batches == "of_two_steps" else 0
     ends = [marks[-1].event for marks in recording.passes[:-1]]
     edges = pairwise((0, *ends, recording.stop))
     phase = Phase.FIRST_STEP if first else Phase.FORWARD
     orders = setting.stages.order if setting.stages is not None else ()
     for number, ((start, stop), marks) in enumerate(zip(edges, recording.passes, strict=True)):
-        if setting.micro_batches == "of_two_steps" and (number == 0) is not first:
+        if half and (number < half) is not first:
             continue
-        if not first and setting.micro_batches != "of_two_steps" and _is_later(number, orders):
+        if not first and _is_later(number - half, orders):
             phase = Phase.ACCUMULATE
         yield Part(start, stop, marks, phase, recording.product)
 

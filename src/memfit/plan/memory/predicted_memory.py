@@ -449,7 +449,8 @@ class _Step:
             rests = rest_of_update(self.recipe, self.device)
         level.add(rests)
         if self.recipe.optimizer.in_backward:  # states appear in the first backward alone
-            self.passes, following = self.passes[:1], self.passes[1:]
+            half = len(self.passes) // 2  # the first step's
+            self.passes, following = self.passes[:half], self.passes[half:]
         first = Phase.FIRST_STEP
         self._update((first, first, first, first, first), around.first, rests)
         if self.recipe.optimizer.in_backward:

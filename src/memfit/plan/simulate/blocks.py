@@ -276,15 +276,22 @@ class Simulation:
         if self.units is not None:
             self.units.defer(first_of_many=False)
         if setting.micro_batches == "of_two_steps":
+            passes = [first, *self._value_of_step()]
             for weights in self.held:
                 for weight in weights.values():
                     weight.grad = None
-            self.rewards = None  # another step's
+            self.rewards = self.values = None  # another step's
+            passes += [self._micro_batch(), *self._value_of_step()]
+            return self._recording(passes)
         later = self._micro_batch(leaves=not self.valued) if setting.repeats else None
         passes = [first, *([later] if later else [])]
         if self.valued and not setting.evaluates:
             passes += [self._micro_batch(of_values=True, leaves=False) for _ in list(passes)]
         return self._recording(passes)
+
+    def _value_of_step(self) -> list[list[Mark]]:
+        """The value's micro-batch of a step that has one of each; none where none is learned."""
+        return [self._micro_batch(of_values=True, leaves=False)] if self.valued else []
 
     def _recording(self, passes: list[list[Mark]]) -> Recording:
         stop = len(self.meter.events)

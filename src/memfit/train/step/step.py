@@ -135,7 +135,7 @@ def step(
     enter(Phase.OPTIMIZER_STEP)
     if built.recipe.optimizer.in_backward:
         # all is updated, and no gradient is left
-        return StepResult(total, None, rewards=rewards.sums)
+        return StepResult(total, None, rewards=rewards.sums, values=values.sums)
     unscale(built.scaler, built.optimizer)
     norm = _clip(built)
     skipped = skips and _is_broken(norm) and built.scaler is None  # which skips by itself
