@@ -25,8 +25,8 @@ from memfit.records.reinforcement import PREFILL_TOKENS, scores_old
 
 UNDER = {
     "score": "under the policy that sampled",
-    "reference": "the adapter switched off",
-    "values": "with the value's adapter",
+    "reference": "under the reference",
+    "values": "by the value",
     "reward": "with the reward model's adapter",
 }
 
