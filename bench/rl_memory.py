@@ -4,6 +4,9 @@
                                                  bench/results/rl_memory.json
 
 Each cell is one objective, one family and LoRA or full training, tiny and in fp32 on this CPU.
+Objectives are those that sample, and two variants of GRPO: DAPO (2503.14476) with its rounds of
+further prompts, its higher clip and without answers that reach their limit, and GSPO (2507.18071),
+whose ratios are of sequences.
 Three ledgers are made of it: the plan's, the trainer's own iterations on tensors without data (what
 `memfit certify` runs), and the same iterations on real tensors with every storage counted. Every
 kind of every phase must be the same number of bytes, but for results of no dimension that a caller
@@ -45,11 +48,14 @@ SCALARS = 16  # bytes
 UPDATED = (Phase.OPTIMIZER_STEP, Phase.FIRST_STEP)
 SHORT = {"max_completion_length": 10}
 OBJECTIVES: dict[str, tuple[Policy, dict[str, Any]]] = {
-    "grpo": (Policy(num_iterations=2), {}),
+    "grpo": (Policy(loss_type="grpo", num_iterations=2), {}),
+    "dapo": (Policy(epsilon_high=0.28, mask_truncated_completions=True), {"dynamic_sampling": 2}),
+    "gspo": (Policy(importance_sampling_level="sequence", num_iterations=2), {}),
     "rloo": (Policy(), {}),
     "online_dpo": (Policy(loss_type="sigmoid", beta=0.1), {"temperature": 0.9}),
     "ppo": (Policy(beta=0.05, num_iterations=2), {"num_generations": 1}),
 }
+VARIANTS = {"dapo": "grpo", "gspo": "grpo"}  # of which objective
 METHODS = ("lora", "full")
 
 
@@ -61,7 +67,8 @@ def recipe_of(objective: str, family: str, method: str) -> Recipe:
         policy = replace(policy, beta=0.1)
     rollout = replace(ROLLOUT, **SHORT, **slots)
     return make_recipe(
-        name, config=CONFIGS[name] | config, accumulation=4, objective=objective, method=method,
+        name, config=CONFIGS[name] | config, accumulation=4,
+        objective=VARIANTS.get(objective, objective), method=method,
         sequence_length=rollout.width, rollout=rollout, policy=policy,
         reward=RewardSettings(funcs=("number",)),
     )  # fmt: skip
