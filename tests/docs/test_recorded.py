@@ -12,9 +12,11 @@ from memfit.records import to_data
 from typed_commands import quick
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import founding
 import ladder
 import peers
+import peers_page
 
 LADDER = json.loads(ladder.OUT.read_text())
 FOUNDING = json.loads(founding.OUT.read_text())
@@ -106,20 +108,23 @@ def test_full_training_of_7b_as_memfit_chooses_is_certified_as_recorded():
     assert memory.peak_allocated == pytest.approx(recorded["allocated"], rel=1e-3)
 
 
-@pytest.mark.parametrize("mode", PEERS["modes"])
-def test_the_race_was_run_with_what_a_plan_chooses_today(mode, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PEERS["model"]))
-    for name, more in (("memfit", {}), ("memfit-compiled", {"compile": "blocks"})):
-        chosen = peers.chosen(peers.plan(tmp_path, *peers.MODES[mode], **more))
-        recorded = PEERS["modes"][mode]["trainers"][name]["chose"]
+RACES = [(size, mode) for size, told in PEERS["sizes"].items() for mode in told["modes"]]
+
+
+@pytest.mark.parametrize(("size", "mode"), RACES)
+def test_the_race_was_run_with_what_a_plan_chooses_today(size, mode, tmp_path):
+    assert PEERS["sizes"][size]["model"] == peers.config_of(size)
+    (tmp_path / "config.json").write_text(json.dumps(peers.config_of(size)))
+    for name in ("memfit", "memfit-compiled"):
+        chosen = peers.chosen(peers.plan(peers.job_of(tmp_path, name, size, mode)))
+        recorded = PEERS["sizes"][size]["modes"][mode]["trainers"][name]["chose"]
         assert json.loads(json.dumps(chosen)) == recorded
 
 
-@pytest.mark.parametrize("mode", ["full-fp32", "lora-fp32"])
-def test_one_configuration_is_the_fastest_and_holds_the_least(mode):
-    trainers = PEERS["modes"][mode]["trainers"]
-    own = trainers["memfit-compiled"]
-    others = [trainers[name] for name in ("hf-trainer", "trl", "litgpt")]
-    for figure in ("time_over_memfit", "step_mib", "resident_mib"):
-        assert own[figure] < min(row[figure] for row in others)
-    assert own["saved_mib"] < 0.6 * trainers["hf-trainer"]["saved_mib"]
+@pytest.mark.parametrize(("size", "mode"), RACES)
+def test_one_configuration_saves_less_than_the_fastest_of_the_others(size, mode):
+    """docs/peers.md says which is faster."""
+    trainers = PEERS["sizes"][size]["modes"][mode]["trainers"]
+    own, other = (trainers[name] for name in peers_page.fastest(trainers))
+    assert own["saved_mib"] <= 0.6 * other["saved_mib"]
+    assert own["step_mib"] < other["step_mib"]
