@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+from peers import MODES, SIZES, TRAINERS
+
 RESULTS = ROOT / "bench" / "results" / "peers.json"
+OTHERS = [name for name in TRAINERS if not name.startswith("memfit")]
 KINDS = {"full": "trained whole", "lora": "LoRA on q and v"}
 HEAD = """# Beside other trainers
 
@@ -25,10 +30,11 @@ own scripts do, and compiled whole.
 ## memfit's faster one beside the fastest of the others
 
 *Speed* is the other's time over memfit's: above 1, memfit is faster. *Saved* is memfit's bytes over
-the other's.
+the other's, and *run* how many of the {others} others were run. Of {settings} settings
+{measured} have been run.
 
-| setting | memfit's | the fastest of the others | speed | saved |
-|---|---|---|--:|--:|
+| setting | memfit's | the fastest of the others | run | speed | saved |
+|---|---|---|--:|--:|--:|
 """
 
 Rows = dict[str, dict[str, Any]]
@@ -66,14 +72,19 @@ def page() -> str:
         f"| {what} | {_compared(measured['trainers'])} |" for what, _, measured in settings(found)
     ]
     sections = [_section(*setting) for setting in settings(found)]
-    return "\n".join([HEAD.format(machine=found["machine"]) + "\n".join(lines), "", *sections])
+    head = HEAD.format(
+        machine=found["machine"], others=len(OTHERS), settings=len(SIZES) * len(MODES),
+        measured=len(lines),
+    )  # fmt: skip
+    return "\n".join([head + "\n".join(lines), "", *sections])
 
 
 def _compared(trainers: Rows) -> str:
     own, other = fastest(trainers)
     speed = trainers[other]["time_over_memfit"] / trainers[own]["time_over_memfit"]
     saved = trainers[own]["saved_mib"] / trainers[other]["saved_mib"]
-    return f"{own} | {other} | {speed:.2f} | {saved:.0%}"
+    run = sum("missing" not in trainers.get(name, {"missing": ""}) for name in OTHERS)
+    return f"{own} | {other} | {run} | {speed:.2f} | {saved:.0%}"
 
 
 def _section(what: str, told: dict[str, Any], measured: dict[str, Any]) -> str:
@@ -83,7 +94,8 @@ def _section(what: str, told: dict[str, Any], measured: dict[str, Any]) -> str:
         "| trainer | time | tokens a processor's second | saved | step | resident | versions |",
         "|---|--:|--:|--:|--:|--:|---|",
     ]
-    for name, row in measured["trainers"].items():
+    for name in TRAINERS:
+        row = measured["trainers"].get(name, {"missing": "left out"})
         if "missing" in row:
             lines.append(f"| {name} | not run: {row['missing']} | | | | | |")
             continue
