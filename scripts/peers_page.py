@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
-from peers import MODES, SIZES, TRAINERS
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+from peers import MODES, OUT, SIZES, TRAINERS
 
-RESULTS = ROOT / "bench" / "results" / "peers.json"
 OTHERS = [name for name in TRAINERS if not name.startswith("memfit")]
 KINDS = {"full": "trained whole", "lora": "LoRA on q and v"}
 HEAD = """# Beside other trainers
@@ -42,7 +40,7 @@ Rows = dict[str, dict[str, Any]]
 
 def read() -> dict[str, Any]:
     """The results file."""
-    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(OUT.read_text(encoding="utf-8"))
     return found
 
 
