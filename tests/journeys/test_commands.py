@@ -73,7 +73,7 @@ def test_the_documentation_has_commands():
 def test_a_documented_command_line_is_parsed(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for word in words:
-        if word.endswith((".yaml", ".json")) and "/" not in word:
+        if word.endswith((".yaml", ".json", ".py")) and "/" not in word:
             (tmp_path / word).touch()  # that an argument asks for
     with contextlib.suppress(click.exceptions.Exit):  # of --help and --version
         parse(words)

@@ -16,6 +16,7 @@ from memfit.train.data.prepare import build_samplers, read_data
 from memfit.train.distributed.ranks import Ranks
 from memfit.train.habits.metrics import Metrics, Predicted, check_metrics
 from memfit.train.measure.counters import synthetic_micro, to_batch
+from memfit.train.model.weights import fill_weights
 from memfit.train.run.loop import Cadence, train
 from memfit.train.step.build import Built, build_model
 from memfit.train.step.step import evaluate
@@ -142,6 +143,7 @@ def test_an_evaluation_with_figures_holds_no_byte_more_than_without(loss):
     recipe = tiny_recipe(loss=loss, **chunk)
     torch.manual_seed(0)
     model = build_model(recipe, "cpu")
+    fill_weights(model, recipe)
     built = Built(recipe, model, None)
     vocab = read_model(recipe.model).architecture.vocab
     micro = synthetic_micro(recipe, vocab)
