@@ -216,7 +216,8 @@ def test_a_mixture_of_experts_is_not_offered_where_6pd_counts_every_parameter():
     request = InferenceRequest(memory=60 * units.GIB, context=512)
     mixture, best = find_model("qwen3-30b-a3b"), find_model(size_by_inference(request).model)
     assert needs(mixture, request) < request.memory
-    assert mixture.architecture().experts.count and not best.architecture().experts.count
+    assert mixture.architecture().experts.count
+    assert not best.architecture().experts.count
 
 
 def test_bytes_a_parameter_and_an_element_count():
