@@ -70,9 +70,10 @@ SAME = {
         SFT + ADAPTED + "attn_implementation: sdpa\n"),
     "the defaults of argparse, and what a GPU can": (
         "import argparse\np = argparse.ArgumentParser()\np.add_argument('--max-length', type=int,"
-        " default=512)\np.add_argument('--lora', action='store_true')\na = p.parse_args()\n"
+        " default=512)\np.add_argument('--model', default='')\n"
+        "p.add_argument('--lora', action='store_true')\na = p.parse_args()\n"
         "half = torch.cuda.is_bf16_supported()\nlora = LoraConfig() if a.lora else None\n"
-        "SFTTrainer('qwen3-0.6b', SFTConfig('out', max_length=a.max_length, bf16=half,"
+        "SFTTrainer(a.model or 'qwen3-0.6b', SFTConfig('out', max_length=a.max_length, bf16=half,"
         " fp16=not half, per_device_train_batch_size=2, gradient_accumulation_steps=4,"
         " num_train_epochs=1), peft_config=lora)", SFT + "fp16: false\n"),
     "a class by another name": (

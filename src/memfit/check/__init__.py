@@ -16,7 +16,7 @@ import msgspec
 
 from memfit import families
 from memfit.check.keys import ConfigKeys, Effect, Evaluated, Undescribed, leaves
-from memfit.check.refused_files import PROGRAMS, refuse_json, refuse_missing, refuse_program
+from memfit.check.refused_files import refuse_json, refuse_missing, refuse_program
 from memfit.check.smaller_changes import Change, Edit, Edits, Group, find_smallest, of_cut, zero
 from memfit.core.callable_package import make_callable
 from memfit.core.errors import InvalidRequest
@@ -28,7 +28,7 @@ from memfit.records import Record, from_data
 from memfit.records.recipe import OWN_STEP
 from memfit.records.request import Request, read_yaml
 from memfit.records.results import Plan
-from memfit.workflows.load_inputs import put
+from memfit.workflows.load_inputs import PROGRAMS, put
 
 
 class ConfigReading:

@@ -39,7 +39,6 @@ class Made:
 
     def __init__(self, name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         self.name, self.arguments, self.keywords = name, arguments, keywords
-        self.owner = ""  # the class whose method made it, such as `from_pretrained`
 
     def get(self, key: str, place: int = -1) -> Any:
         """The value of an argument by name, or by its place; None where it is not stated."""
@@ -221,7 +220,8 @@ class Program:
         elif isinstance(node, ast.BoolOp):
             values = [self.value(one) for one in node.values]
             if not any(isinstance(one, Computed) for one in values):
-                return any(values) if isinstance(node.op, ast.Or) else all(values)
+                last = isinstance(node.op, ast.And)  # the first that is false, or is true for `or`
+                return next((one for one in values if bool(one) is not last), values[-1])
         elif type(node.op) in ARITHMETIC:
             left, right = self.value(node.left), self.value(node.right)
             known = all(isinstance(n, int | float) and abs(n) < LARGEST for n in (left, right))
@@ -269,7 +269,6 @@ class Program:
         elif name == "requires_grad_":
             self.happened["requires_grad"] = text
         elif name == "from_pretrained":
-            made.owner = ast.unparse(node.func).rpartition(".")[0]
             return made
         elif name[:1].isupper() or name in self.classes:
             return self._make(name, made)

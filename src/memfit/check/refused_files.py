@@ -21,7 +21,6 @@ _SCRIPT = re.compile(
     re.MULTILINE,
 )
 _UNSLOTH = re.compile(r"\b(?:from|import)\s+unsloth\b")
-PROGRAMS = (".py", ".ipynb", *COMMANDS)
 
 
 def refuse_missing(name: str, beside: Path) -> InvalidRequest:

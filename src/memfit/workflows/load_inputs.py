@@ -21,7 +21,7 @@ from memfit.records.results import Certificate
 
 OPTIONS = "the options"
 OWN = ("auto", OWN_STEP)  # of `framework`
-PROGRAMS = (".py", ".ipynb", ".sh")  # which `memfit check` reads
+PROGRAMS = (".py", ".ipynb", ".sh", ".bash")  # which `memfit check` reads
 # keys of other trainers' files that no request has
 TRAINERS = frozenset(("model_name_or_path", "base_model", "per_device_train_batch_size"))
 SCHEMA = 1  # of certificates that this memfit reads
