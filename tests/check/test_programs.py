@@ -233,6 +233,8 @@ Mine(model, SFTConfig('out', {ARGUMENTS}), peft_config=lora, optimizers=(opt, No
       "is `1 if ds else 2`, which is known", "write its value"),
      ("if ds:\n    n = 1\nelse:\n    n = 2\nSFTTrainer('gpt2',"
       " SFTConfig('out', per_device_train_batch_size=n))", "is `n, by `if ds``", "micro_batch="),
+     (f"args = SFTConfig('out', {ARGUMENTS})\nif ds:\n    args.max_length = 64\n"
+      "SFTTrainer('gpt2', args)", "is `args.max_length, by `if ds``", "task.sequence_length="),
      ("from transformers import HfArgumentParser\nargs, = HfArgumentParser(SFTConfig)"
       ".parse_args_into_dataclasses()\nSFTTrainer('gpt2', args)", "given `args=args`",
       "name the shell script"),

@@ -62,6 +62,7 @@ class Program:
         self.happened: dict[str, str] = {}  # what is done to the model -> as it is written
         self._called: set[str] = set()
         self._left = MOST_STATEMENTS
+        self._doubts: list[str] = []  # conditions around a statement that are not known
         self._open: list[str] = []  # functions that are being called
         self._returned: Any = None
 
@@ -134,12 +135,14 @@ class Program:
             self.run(node.body if condition else node.orelse)
             return
         before = dict(self.names)
+        self._doubts.append(f"by `if {ast.unparse(node.test)}`")
         self.run(node.body)
         one, self.names = self.names, before
         self.run(node.orelse)
+        doubt = self._doubts.pop()
         for name, value in one.items():
             if name in self.names and self.names[name] is not value != self.names[name]:
-                self.names[name] = Computed(f"{name}, by `if {ast.unparse(node.test)}`")
+                self.names[name] = Computed(f"{name}, {doubt}")
             else:
                 self.names[name] = value
 
@@ -155,7 +158,9 @@ class Program:
                 if target.attr == "requires_grad":
                     self.happened["requires_grad"] = ast.unparse(target)
                 if isinstance(owner := self.value(target.value), Made):
-                    owner.keywords[target.attr] = value
+                    doubtful = self._doubts and owner.name.endswith(("Config", "Arguments"))
+                    text = f"{ast.unparse(target)}, {self._doubts[-1]}" if doubtful else ""
+                    owner.keywords[target.attr] = Computed(text) if text else value
             case ast.Subscript():
                 owner, key = self.value(target.value), self.value(target.slice)
                 if isinstance(owner, dict) and isinstance(key, str):
