@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from memfit import api
 from memfit.cli import first_contact, options
-from memfit.cli.app import VERBS, join_name, run
+from memfit.cli.app import REQUEST_VERBS, VERBS, join_name, run
 from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified, RunFailed
 from memfit.core.libraries import install_extra
 from memfit.core.wording import set_words
@@ -183,6 +183,8 @@ def fails(*arguments):
          "error: no device is within these bounds\nhint: `memfit devices` lists all\n"),
         (["formats", "pi"],
          "error: `pi` is not a number\nhint: X is a number such as 3.14159265 or -2e-5\n"),
+        (["solve", "gpt2"], "error: `memfit solve gpt2` names no field to solve for\n"
+                            "hint: `memfit solve sequence_length gpt2`, or micro_batch, "),
         (["report", "nowhere"], "error: `nowhere` holds no plan.json\nhint: name the folder"),
         (["plan", "nowhere.yaml"],
          "error: cannot read `nowhere.yaml`: No such file or directory\n"
@@ -202,12 +204,22 @@ def test_what_is_wrong_is_said_once_with_a_hint(arguments, said):
     [("qwen3-8b 4090", "qwen3-8b --device 4090"), ("llama 8b", "'llama 8b'"),
      ("qwen3 8b qlora on 8 x H100", "'qwen3 8b' --method qlora --device '8 x H100'"),
      ("phi 4 t4", "'phi 4' --device t4"), ("gpt2 frob", "'gpt2 frob'"),
+     ("nobody/some-7b lora 4090", "nobody/some-7b --method lora --device 4090"),
      ("gpt2 4090 --device a100", "'gpt2 4090' --device a100"),
      ("gpt2 lora full", "'gpt2 lora full'"), ("gpt2 for p5.48xlarge --json",
                                               "gpt2 --device p5.48xlarge --json")],
 )  # fmt: skip
 def test_a_model_a_method_and_a_device_in_words_are_options(typed, meant):
     assert shlex.join(join_name(["plan", *typed.split()])) == f"plan {meant}"
+
+
+@pytest.mark.parametrize("verb", REQUEST_VERBS)
+def test_offline_the_hub_is_not_asked(verb, monkeypatch):
+    monkeypatch.setenv(options.OFFLINE, "0")
+    field = ["micro_batch"] if verb == "solve" else []
+    code, _, err = quick(verb, *field, "gpt2", "--offline", "--device", "frob")
+    assert (code, os.environ[options.OFFLINE]) == (2, "1"), err
+    assert "error: " in err
 
 
 def test_guessed_words_are_no_verbs_and_name_one():

@@ -2,11 +2,12 @@
 
 import pytest
 
-from memfit.core.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.files.request_file import KEYS
 from memfit.optimizers import optimizers
+from memfit.plan.frameworks import find_framework
 from memfit.records import from_data
-from memfit.records.other_words import WORDS, describe_word
+from memfit.records.other_words import ELSEWHERE, WORDS, describe_value, describe_word
 from memfit.records.request import Request, put
 
 VALUES = {  # a value as its trainer writes it; `true` where the word is a switch
@@ -135,3 +136,40 @@ def test_qlora_is_lora_over_a_base_in_four_bits():
     with pytest.raises(InvalidRequest, match=r"`base_format: int8` is stated") as caught:
         read({"method": "qlora", "base_format": "int8"})
     assert caught.value.hint
+
+
+def test_a_value_of_another_key_is_answered_with_a_request_that_can_be_read():
+    for key, words in ELSEWHERE.items():
+        for word, answer in words.items():
+            assert answer.changes or answer.note, (key, word)
+            assert read(answer.changes), (key, word)
+            if "framework" in answer.changes:
+                assert find_framework(answer.changes["framework"]), word
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("method", "GRPO", "that is `task.objective: grpo` here"),
+        ("method", "online-dpo", "that is `task.objective: online_dpo` here"),
+        ("precision", "4bit", "that is `base_format: nf4` (with `method: lora`) here"),
+        ("precision", 8, "that is `base_format: int8` (with `method: lora`) here"),
+        ("precision", "bfloat16", "that is `precision: bf16` here"),
+    ],
+)
+def test_a_value_of_another_key_is_answered(key, value, hint):
+    with pytest.raises(InvalidRequest) as refused:
+        read({key: value})
+    assert refused.value.hint == hint
+    assert not describe_value(key, "cheese")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("axolotl", "`framework: hf-trainer`"), ("nemo", "`framework: megatron`"),
+     ("unsloth", "no step of its kernels")],
+)  # fmt: skip
+def test_a_trainer_that_has_its_step_of_another_is_answered(name, hint):
+    with pytest.raises(UnknownName) as refused:
+        find_framework(name)
+    assert hint in refused.value.hint

@@ -89,7 +89,7 @@ def refuse_verb(args: list[str], verbs: Iterable[str]) -> InvalidRequest:
     word, see = args[0], "`memfit --help` lists them"
     if meant := GUESSED.get(word.lower()):
         hint = f"that is `memfit {meant}` here ({see})"
-    elif _is_planned(word):
+    elif is_planned(word):
         hint = f"`{shlex.join(['memfit', 'plan', *args])}` plans it"
     else:
         return UnknownName("verb", word, verbs, see=see)
@@ -104,7 +104,7 @@ def part_words(words: list[str], stated: Iterable[str]) -> list[str]:
     taken = {word.partition("=")[0] for word in stated}
     for end in range(len(words), 0, -1):
         name, rest = " ".join(words[:end]), [w for w in words[end:] if w.lower() not in FILLERS]
-        if not _is_planned(name):
+        if not is_planned(name):
             continue
         methods = [word for word in rest if word.lower() in METHODS]
         device = " ".join(word for word in rest if word not in methods)
@@ -128,9 +128,11 @@ def _names_device(text: str) -> bool:
         return False
 
 
-def _is_planned(word: str) -> bool:
-    """Whether a word is a model's name, or a file that a request may be."""
-    if Path(word).suffix in {".yaml", ".yml"}:
+def is_planned(word: str) -> bool:
+    """Whether a word is a model's name, a hub id, a folder, or a file that a request may be."""
+    if Path(word).suffix in {".yaml", ".yml"} or Path(word).is_dir():
+        return True
+    if "/" in word and " " not in word:
         return True
     from memfit import catalog
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ DECIMAL = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?([eE][+-]?[0-9]{1,2})?")
 VALUE = "it"
 PLACE = re.compile(r"^it line \d+, column \d+: ")
 SPECIAL = ("true", "false", "null")
+OFFLINE = "HF_HUB_OFFLINE"
 SEPARATE = (DEVICE, MEMORY)  # keys that a verb receives as parameters of their own
 
 
@@ -112,8 +114,18 @@ def request_options(function: F) -> F:
     )(with_flags)  # fmt: skip
     for flag in reversed(flags):
         decorated = _make_option(flag)(decorated)
+    decorated = click.option(
+        "--offline", is_flag=True, expose_value=False, is_eager=True, callback=_go_offline,
+        help="Ask no network: hub ids are read from the catalogue and the hub's cache.",
+    )(decorated)  # fmt: skip
     made: F = decorated
     return made
+
+
+def _go_offline(_: click.Context, __: click.Parameter, wanted: bool) -> None:
+    """Set what huggingface_hub reads when it is imported, which is later, here and in children."""
+    if wanted:
+        os.environ[OFFLINE] = "1"
 
 
 def _make_option(flag: Flag) -> Callable[[F], F]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import shlex
+
 import click
 
 from memfit.cli.options import (
@@ -91,11 +93,18 @@ def solve_command(
     fewest). Every value tried is planned in full, with all knobs left on `auto` decided anew.
     """
     from memfit import api
+    from memfit.cli.first_contact import is_planned
     from memfit.files.flags import find_field
     from memfit.plan.questions.solve import FIELDS, check_field
 
     if target and find_field(field) not in FIELDS and find_field(target) in FIELDS:
         field, target = target, field  # as many type them
+    if target is None and field not in FIELDS and is_planned(field):
+        others = [name for name in FIELDS if name != "sequence_length"]
+        raise InvalidRequest(
+            f"`memfit solve {field}` names no field to solve for",
+            hint=f"`memfit solve sequence_length {shlex.quote(field)}`, or {', '.join(others)}",
+        )
     field = find_field(field)
     if target is None and field in FIELDS:
         if field != "model":

@@ -39,6 +39,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         del key, value
         return ""
 
+    @classmethod
+    def describe_value(cls, key: str, value: object) -> str:
+        """A hint about a value that the key cannot have; "" for none but what it can have."""
+        del key, value
+        return ""
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, as `--json` prints them."""
         data: dict[str, Any] = to_data(self)
@@ -150,7 +156,10 @@ def _explain(
     found = _value_at(data, path)
     value = shorten(found)
     shown = f"`{path}: {value}`" if path else f"`{value}`"
-    problem, hint = problem[:1].lower() + problem[1:], _hint(kind, path, value)
+    problem, hint = (
+        problem[:1].lower() + problem[1:],
+        kind.describe_value(path, found) or _hint(kind, path, value),
+    )
     if isinstance(found, int | float) and not isinstance(found, bool) and WITH_UNIT in hint:
         problem = "a number without its unit"
         if 0 < found < LIKELY:  # the user's own number in the example

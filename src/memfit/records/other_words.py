@@ -73,6 +73,11 @@ def _bits(value: Any) -> Answer:
     return Answer({}, "`base_format` is int8, nf4 or fp4 of a quantised base")
 
 
+def _coding(value: Any) -> Answer:
+    text = str(value).lower().removeprefix("bnb-")
+    return ELSEWHERE["precision"].get(text) or _bits(value)
+
+
 def _zero(value: Any) -> Answer:
     """A stage of ZeRO, as it stands in `zero3`, `ds_z2_config.json` or `stage: 1`."""
     if _is_off(value):
@@ -185,7 +190,8 @@ WORDS: dict[str, Word] = {
         _key("model"),
     ),
     "load_in_4bit": _switch(NF4), "load_in_8bit": _switch(INT8), "quantization_bit": _bits,
-    "bits": _bits, "bnb_4bit_quant_type": _choice("base_format", {}, "with `method: lora`"),
+    "bits": _bits, **dict.fromkeys(("quantization", "quantize", "quant"), _coding),
+    "bnb_4bit_quant_type": _choice("base_format", {}, "with `method: lora`"),
     "bnb_4bit_use_double_quant": _key("quantisation.double"),
     "double_quantization": _key("quantisation.double"),
     "qlora": _switch(NF4), "lora": _switch({"method": "lora"}), "dora": _switch({"method": "dora"}),
@@ -361,18 +367,61 @@ WORDS: dict[str, Word] = {
         _UNSEEN,
     ),
     "output_dir": _FOLDER, "folder": _FOLDER, "out": _FOLDER, "output": _FOLDER,
-    "name": _FOLDER,
+    "name": _FOLDER, "for": _nothing("as `memfit solve sequence_length MODEL`"),
     **dict.fromkeys(("interleave_probs", "mix_strategy", "dataset_mixture"), _MIXTURE),
     "resume": _RESUME, "resume_from_checkpoint": _RESUME, "auto_resume_from_checkpoints": _RESUME,
 }  # fmt: skip
+
+_BUILDS = "{} builds on transformers' Trainer, and on TRL's of pairs and of sampled answers (`trl`)"
+_FILE = "`memfit check FILE` reads a file of its own"
+_SCRIPT = "`memfit check train.py` reads a script of its own"
+_OBJECTIVES = ("pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward", "grpo", "rloo", "ppo",
+               "online_dpo")  # fmt: skip
+# values that people write under a key whose own values are others
+ELSEWHERE: dict[str, dict[str, Answer]] = {
+    "method": {
+        **{name: Answer({"task.objective": name}) for name in _OBJECTIVES},
+        "peft": Answer({"method": "lora"}), "finetune": Answer({"method": "full"}),
+        "full_finetuning": Answer({"method": "full"}),
+    },
+    "precision": {
+        **dict.fromkeys(("4bit", "int4", "nf4", "4"), Answer(NF4)), "fp4": Answer(
+            {"base_format": "fp4", "method": "lora"}, "`fp4-mixed` computes products in fp4"),
+        **dict.fromkeys(("8bit", "int8", "8"), Answer(INT8)),
+        **{word: Answer({"precision": here.replace("fp16", "fp16-mixed")})
+           for word, here in DTYPES.items()},
+    },
+    "framework": {
+        **{name: Answer({"framework": "hf-trainer"}, f"{_BUILDS.format(title)}; {_FILE}")
+           for name, title in (("axolotl", "axolotl"), ("llama_factory", "LLaMA-Factory"),
+                               ("llamafactory", "LLaMA-Factory"))},
+        "ms_swift": Answer({"framework": "hf-trainer"}, _BUILDS.format("ms-swift")),
+        "swift": Answer({"framework": "hf-trainer"}, _BUILDS.format("ms-swift")),
+        **dict.fromkeys(("transformers", "huggingface", "hf", "peft"),
+                        Answer({"framework": "hf-trainer"})),
+        **dict.fromkeys(("nemo", "megatron_lm"), Answer({"framework": "megatron"})),
+        **dict.fromkeys(("accelerate", "lightning", "pytorch", "pytorch_lightning", "torch"),
+                        Answer({}, f"the step is then the script's: {_SCRIPT}")),
+        **dict.fromkeys(("unsloth", "verl", "openrlhf"),
+                        Answer({}, "no step of its kernels or engines is described here; memfit's"
+                                   " own (`framework: memfit`) and TRL's (`trl`) are")),
+    },
+}  # fmt: skip
+
+
+def describe_value(key: str, value: Any) -> str:
+    """A hint on a value that people write under a key, whose place is elsewhere; "" for others."""
+    answer = ELSEWHERE.get(key, {}).get(str(value).lower().replace("-", "_"))
+    return _describe(answer) if answer else ""
 
 
 def describe_word(word: str, value: Any) -> str:
     """A hint that says how a word of another trainer is written here; "" for an unknown word."""
     answer_of = WORDS.get(word) or WORDS.get(word.lower().replace("-", "_"))
-    if answer_of is None:
-        return ""
-    answer = answer_of(value)
+    return _describe(answer_of(value)) if answer_of else ""
+
+
+def _describe(answer: Answer) -> str:
     pairs = [f"`{key}: {as_yaml(v)}`" for key, v in answer.changes.items()]
     if not pairs:
         return answer.note

@@ -37,7 +37,7 @@ from memfit.records.habits import RunRequest
 from memfit.records.looser import read_looser
 from memfit.records.model import ModelReference
 from memfit.records.objectives import check_lora_plus, check_regularisation
-from memfit.records.other_words import describe_word
+from memfit.records.other_words import describe_value, describe_word
 from memfit.records.recipe import (
     OWN_AXES,
     OWN_STEP,
@@ -288,6 +288,11 @@ class Request(Record, frozen=True, kw_only=True):
     def describe_unknown(cls, key: str, value: object) -> str:
         """How a word of another trainer is written here; "" for a word of no known trainer."""
         return describe_word(key, value)
+
+    @classmethod
+    def describe_value(cls, key: str, value: object) -> str:
+        """Where a value of another key, or of another trainer, is written; "" for others."""
+        return describe_value(key, value)
 
     @property
     def is_own(self) -> bool:

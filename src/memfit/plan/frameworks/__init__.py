@@ -18,13 +18,14 @@ from typing import ClassVar, NamedTuple
 from msgspec import structs
 
 from memfit.catalog.overheads import count_axes
-from memfit.core.errors import InvalidRequest, MemoryUnknown, did_you_mean
+from memfit.core.errors import InvalidRequest, MemoryUnknown, UnknownName, did_you_mean
 from memfit.core.registry import Registry
 from memfit.plan.step_time.arrays import Number, ceil_div
 from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.ledger import Entry, Kind, Ledger, Phase
 from memfit.records.model import Model
+from memfit.records.other_words import describe_value
 from memfit.records.recipe import Option, Parallel, Recipe
 from memfit.records.request import Request
 
@@ -277,11 +278,18 @@ frameworks: Registry[Framework] = Registry("framework", "memfit.plan.frameworks"
 
 @lru_cache(maxsize=256)  # step times ask of every recipe
 def find_framework(name: str) -> Framework:
-    """The framework of that name; raises UnknownName with the nearest names."""
+    """The framework of that name.
+
+    Raises UnknownName with the nearest names, or with the one whose step a trainer's is.
+    """
     module = name.replace("-", "_")
     if module.isidentifier() and find_spec(f"{__name__}.{module}") is not None:
         import_module(f"{__name__}.{module}")  # this one alone, not all of them
-    return frameworks.find(name)
+    try:
+        return frameworks.find(name)
+    except UnknownName as unknown:
+        unknown.hint = describe_value("framework", name) or unknown.hint
+        raise
 
 
 def resolve_options(framework: Framework, stated: Mapping[str, Option]) -> dict[str, Option]:
