@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import shlex
+from typing import TYPE_CHECKING
 
 import click
 
