@@ -2,7 +2,9 @@
 
 Reads one JSON object a line and trains in as many forked processes as it asks for: the libraries
 are imported once, and each rank is still a process that `kill -9` can end anywhere. Writes the
-processes' ids when they have begun, and [id, exit status] as soon as one of them has ended.
+processes' ids when they have begun, and [id, exit status] as soon as one of them has ended. Where
+one ends before it has met the others, these are ended too, as every launcher does: they cannot know
+of it. Later nobody looks after them.
 
 Threads come of OMP_NUM_THREADS=1. `torch.set_num_threads` is not called before a fork: a rank was
 once lost to "Invalid thread pool!" of torch's OpenMP. Its cause is not known: 6,000 forks did not
@@ -13,18 +15,20 @@ import faulthandler
 import gc
 import json
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
@@ -62,7 +66,8 @@ def recipe_of(order: dict) -> Recipe:
     )  # fmt: skip
 
 
-def run(order: dict) -> None:
+def run(order: dict, met: int) -> None:
+    """One rank, which writes a byte to the pipe `met` once it hears of the others' ends."""
     data, cache = order["data"], Path(order["cache"])
     recipe, folder = recipe_of(order), Path(order["folder"])
     request = Request(
@@ -83,7 +88,14 @@ def run(order: dict) -> None:
     if "hang" in order:
         ranks_module.TIMEOUT = timedelta(seconds=order["timeout"])
         be_late(place.rank == order["hang"], seconds=3600.0)
+    write_when_met(met)
+    if "absent" in order and place.rank:
+        time.sleep(3600)
+    if "vanish" in order and place.rank:
+        vanish(order["vanish"])
     with join(place, "cpu") as ranks:
+        if order.get("vanish") == "new_group":
+            dist.new_group([0, 1])  # as torch's meshes make them
         train(recipe, request, folder, cadence=cadence, cache=cache, ranks=ranks)
 
 
@@ -97,6 +109,24 @@ def be_late(is_late: bool, seconds: float = 0.2) -> None:
         return plain(*args, **named)
 
     loop.run_step = run_step
+
+
+def write_when_met(met: int) -> None:
+    """Write a byte once this rank is within `watched`."""
+    plain = ranks_module.watched
+
+    @contextmanager
+    def watched(*args: Any) -> Iterator[None]:
+        with plain(*args):
+            os.write(met, b".")
+            yield
+
+    ranks_module.watched = watched
+
+
+def vanish(call: str) -> None:
+    """This rank ends, as by `kill -9`, where it would call that function of torch's."""
+    setattr(dist, call, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def free_port() -> int:
@@ -134,9 +164,26 @@ def fork_rank(rank: int, world: int, port: int, work: Callable[[int], None]) -> 
     os._exit(code)
 
 
-def start(order: dict) -> list[int]:
+def start(order: dict) -> None:
+    """Start the ranks of an order; say who they are, and how each has ended."""
     world = Parallel(**order.get("parallel", {})).world
-    return fork_ranks(world, lambda _: run(order))
+    reading, met = os.pipe()
+    os.set_blocking(reading, False)
+    children = fork_ranks(world, lambda _: run(order, met))
+    print(json.dumps(children), flush=True)  # noqa: T201 - the answer
+    here, running = 0, set(children)
+    while running:
+        child, status = os.wait()
+        running.remove(child)
+        code = os.waitstatus_to_exitcode(status)
+        with suppress(BlockingIOError):
+            here += len(os.read(reading, world))
+        if code and here < world:
+            for other in running:
+                os.kill(other, signal.SIGTERM)
+        print(json.dumps([child, code]), flush=True)  # noqa: T201 - the answer
+    os.close(reading)
+    os.close(met)
 
 
 def main() -> None:
@@ -147,11 +194,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # each rank collects before its first step: 0.3 s less without the libraries
     for line in sys.stdin:
-        children = start(json.loads(line))
-        print(json.dumps(children), flush=True)  # noqa: T201 - the answer
-        for _ in children:
-            child, status = os.wait()
-            print(json.dumps([child, os.waitstatus_to_exitcode(status)]), flush=True)  # noqa: T201
+        start(json.loads(line))
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_a_collective_that_took_too_long_is_told_as_that(said, told):
 FAIL = """
 import os, sys
 sys.path[:0] = [os.environ["SOURCE"]]
-from memfit.train.distributed.launch import leave_word
+from memfit.train.distributed.ranks import leave_word
 if os.environ["RANK"] == "0":
     os._exit(leave_word(RuntimeError(os.environ["SAID"])))
 """

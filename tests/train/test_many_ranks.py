@@ -380,6 +380,21 @@ def test_a_collective_that_hangs_ends_in_an_error_within_its_time(runs, parallel
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("call", ["init_process_group", "new_group"])
+def test_a_rank_that_waits_for_one_that_is_gone_ends_where_no_collective_would_fail(runs, call):
+    assert runs.start_and_end(call, parallel=SHARDS, vanish=call) == [STOPPED, -signal.SIGKILL]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_rank_that_waits_for_others_to_come(runs):
+    """And what started them ends the others then, of which none could know."""
+    first, _ = runs.start("nobody", parallel=SHARDS, absent=True)
+    time.sleep(1)  # or it is not there yet
+    os.kill(first, signal.SIGINT)
+    assert runs.end() == [-signal.SIGINT, -signal.SIGTERM]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [

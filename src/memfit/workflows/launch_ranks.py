@@ -157,8 +157,7 @@ def import_for_run(recipe: Recipe) -> None:
 
 def main(arguments: list[str]) -> int:
     """One rank that `_start` began: its folder and options; the exit code."""
-    from memfit.train.distributed.launch import leave_word
-    from memfit.train.distributed.ranks import Ranks, find_place, join
+    from memfit.train.distributed.ranks import Ranks, find_place, join, leave_word
     from memfit.train.run.progress import open_progress
 
     end_with_parent(code=RunFailed.exit_code)

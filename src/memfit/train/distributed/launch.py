@@ -6,12 +6,10 @@ folder/ranks/rank-00001/   stderr.log   what a rank says that is not the first o
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,10 +23,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from memfit.core.errors import Error, InvalidRequest, RunFailed
 from memfit.core.system.processes import name_parent
-from memfit.train.distributed.ranks import FOLDER, KINDS, LOST, MoreRanks, RankLost
+from memfit.train.distributed.ranks import ERROR_FILE, FOLDER, KINDS, LOST, MoreRanks, RankLost
 
 LAST = 60  # seconds that ranks have to save and end, once one of them is lost or Ctrl-C is pressed
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the launcher expects a rank's last words
 # what torch says of a device, or a network, that failed; anything else would fail again on fewer
 DEVICE_LOST = ("CUDA error", "NCCL error", "uncorrectable", "AcceleratorError")
 RESUME = "start the same command again: it goes on from the newest checkpoint"
@@ -125,21 +122,6 @@ def check_devices(count: int, device_type: str) -> None:
             f"the request is for {count} GPUs of one machine, and torch finds {found} here",
             hint="set `hardware.count`, or start it under torchrun on the machines that have them",
         )
-
-
-def leave_word(error: BaseException) -> int:
-    """Write why this rank ends where its launcher looks; the exit code."""
-    code = error.exit_code if isinstance(error, Error) else 1
-    message = error.message if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-    hint = error.hint if isinstance(error, Error) else ""
-    if path := os.environ.get(ERROR_FILE):
-        words = {
-            "message": message, "hint": hint, "code": code, "explained": isinstance(error, Error),
-            "more": isinstance(error, MoreRanks),
-            "timestamp": int(time.time()),
-        }  # fmt: skip
-        Path(path).write_text(json.dumps(words))
-    return code
 
 
 def _explain(failures: dict[int, ProcessFailure], run: Path) -> Error:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +25,15 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.core.errors import DoesNotFit, Error, InvalidRequest, NotCertified, RunFailed
+from memfit.train.distributed.presence import NotHere, watched
 
 c10d: Any = dist.distributed_c10d  # whose names its types leave out
 TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that hangs ends the run after it
 PATIENCE = timedelta(days=7)  # with the first rank, which reads data and certifies for all
 LOST = "another rank was lost"
+GO_ON = "the same command goes on from the newest checkpoint, also on fewer ranks"
 FOLDER = "ranks"  # of a run folder: what all but the first rank write
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the launcher expects a rank's last words
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +184,8 @@ class Joined(Ranks):
                 raise
             self._store.set(key, json.dumps([0, answer, ""]))
             return answer
-        self._store.wait([key], PATIENCE)
+        with _deadly_interrupts():
+            self._store.wait([key], PATIENCE)
         code, message, hint = json.loads(self._store.get(key))
         if code:
             raise KINDS.get(code, RunFailed)(message, hint=hint)
@@ -205,17 +213,59 @@ def join(place: Place, device_type: str) -> Iterator[Ranks]:
         torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     c10d.default_pg_timeout = TIMEOUT  # of the groups of a mesh: torch's own is 30 min for gloo
-    with explained_loss():
-        meeting = rendezvous("env://", place.rank, place.size, timeout=TIMEOUT)
-        store, rank, size = next(iter(meeting))
-        dist.init_process_group(
-            backend, store=c10d.PrefixStore("step", store), rank=rank, world_size=size,
-            timeout=TIMEOUT,
-        )  # fmt: skip
+    with ExitStack() as opened:
+        with explained_loss(), _deadly_interrupts():
+            meeting = rendezvous("env://", place.rank, place.size, timeout=TIMEOUT)
+            store, rank, size = next(iter(meeting))
+            own = c10d.PrefixStore("memfit", store)
+            opened.enter_context(watched(rank, size, own, lambda lost: _end(rank, lost)))
+            dist.init_process_group(
+                backend, store=c10d.PrefixStore("step", store), rank=rank, world_size=size,
+                timeout=TIMEOUT,
+            )  # fmt: skip
+        opened.callback(dist.destroy_process_group)
+        yield Joined(place, own)
+
+
+@contextmanager
+def _deadly_interrupts() -> Iterator[None]:
+    """Let Ctrl-C end this process at once, without a word.
+
+    For waiting in torch for other ranks: there Python's own handler is called only after it.
+    """
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        yield Joined(place, c10d.PrefixStore("memfit", store))
+        yield
     finally:
-        dist.destroy_process_group()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(rank: int, lost: int) -> None:
+    """End this process, which waits for a rank that is gone and has not noticed."""
+    who = f"the process of rank {lost}" + (" or of one that it knew of" if rank else "")
+    error = RankLost(f"{LOST}: {who} is gone", hint=GO_ON)
+    sys.stderr.write(f"error: {error}\n")
+    sys.stderr.flush()
+    os._exit(leave_word(error))  # no thread can end what the main one waits for
+
+
+def leave_word(error: BaseException) -> int:
+    """Write why this rank ends where its launcher looks; the exit code."""
+    code = error.exit_code if isinstance(error, Error) else 1
+    message = error.message if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+    hint = error.hint if isinstance(error, Error) else ""
+    if path := os.environ.get(ERROR_FILE):
+        words = {
+            "message": message, "hint": hint, "code": code, "explained": isinstance(error, Error),
+            "more": isinstance(error, MoreRanks),
+            "timestamp": int(time.time()),
+        }  # fmt: skip
+        Path(path).write_text(json.dumps(words))
+    return code
 
 
 def _is_lost(error: RuntimeError) -> bool:
@@ -236,7 +286,6 @@ def explained_loss() -> Iterator[None]:
         first = str(error).strip().partition("\n")[0]
         if "imed out" in first or "timeout" in first.lower():
             first = f"it did not come to a collective in time ({first})"
-        raise RankLost(
-            f"{LOST}: {first}",
-            hint="the same command goes on from the newest checkpoint, also on fewer ranks",
-        ) from None
+        raise RankLost(f"{LOST}: {first}", hint=GO_ON) from None
+    except NotHere as error:
+        raise RankLost(f"{LOST}: {error.message}", hint=GO_ON) from None
