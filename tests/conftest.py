@@ -156,6 +156,13 @@ def share_of_families(item, given):
     return (4 if names & ALIKE else 1) * (4 if slow else 1) * (4 if traced else 1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forks_end():
+    yield
+    if "forked" in sys.modules:
+        sys.modules["forked"].end_server()
+
+
 TINY_LLAMA = {
     "model_type": "llama",
     "vocab_size": 96,

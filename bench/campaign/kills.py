@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import random
 import shutil
 import signal
@@ -61,9 +60,8 @@ class Started:
 
     def hear(self, seconds: float) -> None:
         """Note a process that ends within so many seconds."""
-        with suppress(queue.Empty):
-            self.runs._hear(max(seconds, 0.0005))
-        self.codes = {p: c for p, c in self.runs._running.items() if c is not None}
+        self.runs.hear(max(seconds, 0.0005))
+        self.codes = {p: c for p, c in self.runs.codes().items() if c is not None}
 
     def wait(self, found: Callable[[], object], seconds: float = PATIENCE) -> bool:
         """Whether it came to that before a process ended."""

@@ -1,40 +1,22 @@
-"""Runs of many ranks, for the tests that compare, stop and kill them.
+"""Runs of many ranks, for the tests that compare, stop and kill them: each a forked process."""
 
-Reads one JSON object a line and trains in as many forked processes as it asks for: the libraries
-are imported once, and each rank is still a process that `kill -9` can end anywhere. Writes the
-processes' ids when they have begun, and [id, exit status] as soon as one of them has ended. Where
-one ends before it has met the others, these are ended too, as every launcher does: they cannot know
-of it. Later nobody looks after them.
-
-Threads come of OMP_NUM_THREADS=1. `torch.set_num_threads` is not called before a fork: a rank was
-once lost to "Invalid thread pool!" of torch's OpenMP. Its cause is not known: 6,000 forks did not
-show it again.
-"""
-
-import faulthandler
-import gc
-import json
 import os
 import signal
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
 from tiny_runs import CONFIG, tiny_recipe
 
-from memfit.core.errors import Error
+from forked import SERVER, fork
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Lora, Parallel, Preference, Recipe
 from memfit.records.request import Request, Task
@@ -43,7 +25,6 @@ from memfit.train.distributed import stragglers
 from memfit.train.distributed.ranks import find_place, join
 from memfit.train.run import loop
 from memfit.train.run.loop import Cadence, train
-from memfit.train.step.build import build_model
 
 EVEN = {**CONFIG, "vocab_size": 302, "intermediate_size": 78}  # which two ranks can share
 UNEVEN = {**CONFIG, "vocab_size": 301, "intermediate_size": 77}  # which no number of ranks divides
@@ -66,8 +47,8 @@ def recipe_of(order: dict) -> Recipe:
     )  # fmt: skip
 
 
-def run(order: dict, met: int) -> None:
-    """One rank, which writes a byte to the pipe `met` once it hears of the others' ends."""
+def run(order: dict, met: Connection) -> None:
+    """One rank, which writes a byte to `met` once it hears of the others' ends."""
     data, cache = order["data"], Path(order["cache"])
     recipe, folder = recipe_of(order), Path(order["folder"])
     request = Request(
@@ -111,14 +92,14 @@ def be_late(is_late: bool, seconds: float = 0.2) -> None:
     loop.run_step = run_step
 
 
-def write_when_met(met: int) -> None:
+def write_when_met(met: Connection) -> None:
     """Write a byte once this rank is within `watched`."""
     plain = ranks_module.watched
 
     @contextmanager
     def watched(*args: Any) -> Iterator[None]:
         with plain(*args):
-            os.write(met, b".")
+            os.write(met.fileno(), b".")
             yield
 
     ranks_module.watched = watched
@@ -138,64 +119,40 @@ def free_port() -> int:
             return int(probe.getsockname()[1])
 
 
-def fork_ranks(world: int, work: Callable[[int], None]) -> list[int]:
-    """Processes of so many ranks, each of which does the work of its number and ends."""
+def fork_ranks(world: int, work: Callable[..., None], *arguments: Any) -> list[ForkServerProcess]:
+    """Processes of so many ranks, each of which does the work and ends."""
     port = free_port()
-    return [fork_rank(rank, world, port, work) for rank in range(world)]
+    return [fork(be_rank, rank, world, port, work, *arguments) for rank in range(world)]
 
 
-def fork_rank(rank: int, world: int, port: int, work: Callable[[int], None]) -> int:
-    child = os.fork()
-    if child:
-        return child
+def be_rank(rank: int, world: int, port: int, work: Callable[..., None], *arguments: Any) -> None:
     if world > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-    code = 0
-    try:
-        work(rank)
-    except Error as error:
-        sys.stderr.write(f"rank {rank}: {error}\n")
-        code = error.exit_code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)
+    work(*arguments)
 
 
-def start(order: dict) -> None:
-    """Start the ranks of an order; say who they are, and how each has ended."""
-    world = Parallel(**order.get("parallel", {})).world
-    reading, met = os.pipe()
-    os.set_blocking(reading, False)
-    children = fork_ranks(world, lambda _: run(order, met))
-    print(json.dumps(children), flush=True)  # noqa: T201 - the answer
-    here, running = 0, set(children)
-    while running:
-        child, status = os.wait()
-        running.remove(child)
-        code = os.waitstatus_to_exitcode(status)
+class Started:
+    """The ranks of an order. Where one ends before it has met the others, these are ended too, as
+    every launcher does: they cannot know of it. Later nobody looks after them."""
+
+    def __init__(self, order: dict) -> None:
+        world = Parallel(**order.get("parallel", {})).world
+        self._reading, met = SERVER.Pipe(duplex=False)
+        os.set_blocking(self._reading.fileno(), False)
+        self._met = 0
+        self.ranks = fork_ranks(world, run, order, met)
+        met.close()
+
+    def alive(self) -> list[ForkServerProcess]:
+        return [rank for rank in self.ranks if rank.exitcode is None]
+
+    def hear(self, seconds: float) -> bool:
+        """Whether a rank has ended within so many seconds."""
+        ended = wait([rank.sentinel for rank in self.alive()], seconds)
         with suppress(BlockingIOError):
-            here += len(os.read(reading, world))
-        if code and here < world:
-            for other in running:
-                os.kill(other, signal.SIGTERM)
-        print(json.dumps([child, code]), flush=True)  # noqa: T201 - the answer
-    os.close(reading)
-    os.close(met)
-
-
-def main() -> None:
-    faulthandler.enable()  # a rank that dies of a signal says where
-    assert torch.get_num_threads() == 1, "OMP_NUM_THREADS=1 is missing"
-    for more in ({}, {"method": "lora"}, {"method": "lora", "base_format": "nf4"}):
-        build_model(recipe_of(more), "cpu")  # imports what is only imported when it is needed
-    gc.collect()
-    gc.freeze()  # each rank collects before its first step: 0.3 s less without the libraries
-    for line in sys.stdin:
-        start(json.loads(line))
-
-
-if __name__ == "__main__":
-    main()
+            self._met += len(os.read(self._reading.fileno(), len(self.ranks)))
+        if self._met < len(self.ranks) and any(rank.exitcode for rank in self.ranks):
+            for rank in self.alive():
+                rank.terminate()
+        return bool(ended)

@@ -1,20 +1,12 @@
-"""Runs that sample answers on ranks of this CPU, one order a line: `[world, folder, rank, part]`.
+"""Runs that sample answers on ranks of this CPU: each a forked process.
 
-A rank may end itself by `kill -9` within a part of its third iteration; -1 is none of them. The
-libraries are imported once and the ranks are forked. Answers with the ranks' exit statuses.
+A rank may end itself by `kill -9` within a part of its third iteration.
 """
 
-import gc
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 
-import torch
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
 from ranks_run import fork_ranks
 from tiny_rollouts import LORA, recipe_of
 from tiny_runs import CONFIG
@@ -27,7 +19,6 @@ from memfit.train.distributed.ranks import find_place, join
 from memfit.train.rl import learn, rollout
 from memfit.train.run import loop
 from memfit.train.run.loop import Cadence
-from memfit.train.step.build import build_model
 
 KILLED = 2  # the index of the iteration
 
@@ -70,28 +61,15 @@ def train(world: int, folder: Path, data: Path, cache: Path) -> None:
         loop.train(recipe, request, folder, ranks=ranks, **asked)
 
 
-def start(order: list, data: Path, cache: Path) -> list[int]:
-    world, folder, killed, part = order
-
-    def work(rank: int) -> None:
-        if rank == killed:
-            end_within(part)
-        train(world, Path(folder), data, cache)
-
-    return fork_ranks(world, work)
+def be_rank(world: int, folder: Path, killed: int, part: str, data: Path, cache: Path) -> None:
+    if os.environ.get("RANK") == str(killed):
+        end_within(part)
+    train(world, folder, data, cache)
 
 
-def main() -> None:
-    data, cache = map(Path, sys.argv[1:])
-    assert torch.get_num_threads() == 1, "OMP_NUM_THREADS=1 is missing"
-    build_model(recipe_on(data.parent, 1), "cpu")  # imports what is only imported when needed
-    gc.collect()
-    gc.freeze()
-    for line in sys.stdin:
-        ranks = start(json.loads(line), data, cache)
-        ended = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
-        print(json.dumps(ended), flush=True)  # noqa: T201 - the answer
-
-
-if __name__ == "__main__":
-    main()
+def run(world: int, *order: object) -> list[int | None]:
+    """How the ranks ended. order: as `be_rank`; the killed rank -1 is none of them."""
+    ranks = fork_ranks(world, be_rank, world, *order)
+    for rank in ranks:
+        rank.join()
+    return [rank.exitcode for rank in ranks]

@@ -1,50 +1,26 @@
 """kill -9 at random moments, each followed by the same command."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import killed_run
 import pytest
 from tiny_runs import write_text
 
+from forked import fork
 from memfit.records import read_json
 from memfit.records.results import Run
 from memfit.train.checkpoint.files import find_damage
 
-HERE = Path(__file__).parent
 MODEL = Path("model") / "model.safetensors"
 
 
-@pytest.fixture
-def server():
-    """A process that starts runs; see killed_run.py."""
-    path = os.pathsep.join([str(HERE), *(p for p in sys.path if p)])
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with subprocess.Popen(
-        [sys.executable, str(HERE / "killed_run.py")],
-        env={**os.environ, **quiet, "PYTHONPATH": path},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process
-        process.stdin.close()
-
-
-def start(server, *places):
-    """The id of a new process that trains."""
-    server.stdin.write(" ".join(map(str, places)) + "\n")
-    server.stdin.flush()
-    return int(server.stdout.readline())
-
-
-def end(server):
+def end(process):
     """Wait for the process; its exit status."""
-    return int(server.stdout.readline())
+    process.join()
+    return process.exitcode
 
 
 def wait_for(found, seconds=60):
@@ -69,15 +45,14 @@ def half_written(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [6, pytest.param(10, marks=pytest.mark.wide)])
-def test_killed_at_random_moments_a_run_ends_with_the_same_bits(kills, tmp_path, server):
+def test_killed_at_random_moments_a_run_ends_with_the_same_bits(kills, tmp_path):
     data, cache = write_text(tmp_path / "data"), tmp_path / "cache"
-    start(server, tmp_path / "whole", data, cache)
-    assert end(server) == 0
+    assert end(fork(killed_run.run, tmp_path / "whole", data, cache)) == 0
     folder, chance = tmp_path / "cut", random.Random(20)
     amid_save = 0
     for attempt in range(kills):
         known = newest(folder)
-        process = start(server, folder, data, cache)
+        process = fork(killed_run.run, folder, data, cache)
         if attempt % 2:  # while a checkpoint is being written
             wait_for(lambda: half_written(folder))
             time.sleep(chance.uniform(0, 0.003))
@@ -86,14 +61,13 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(kills, tmp_path,
             time.sleep(chance.uniform(0, 0.02))
         else:  # while everything is still being read
             time.sleep(chance.uniform(0, 0.3))
-        os.kill(process, signal.SIGKILL)
-        assert os.WTERMSIG(end(server)) == signal.SIGKILL, "it had ended before its moment"
+        process.kill()
+        assert end(process) == -signal.SIGKILL, "it had ended before its moment"
         amid_save += bool(half_written(folder))
         assert not (folder / "model").exists(), "killed too late to prove anything"
         assert all(not find_damage(c) for c in checkpoints(folder)), "half a checkpoint is visible"
     assert amid_save, "no kill fell into a save"
-    start(server, folder, data, cache)
-    assert end(server) == 0
+    assert end(fork(killed_run.run, folder, data, cache)) == 0
     assert (folder / MODEL).read_bytes() == (tmp_path / "whole" / MODEL).read_bytes()
     whole, cut = (read_json(tmp_path / name / "run.json", Run) for name in ("whole", "cut"))
     assert cut.losses == whole.losses

@@ -2,23 +2,18 @@
 
 import json
 import os
-import queue
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from glob import glob
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from ranks_run import UNEVEN, recipe_of
+from ranks_run import UNEVEN, Started, recipe_of
 from safetensors.torch import load_file
 from tiny_runs import tiny_recipe, write_text
 
@@ -37,7 +32,6 @@ from memfit.train.data.prepare import build_samplers, find_bounds, read_data
 from memfit.train.run.generate import generate
 from memfit.train.run.session import EXPOSED
 
-HERE = Path(__file__).parent
 SHARDS, BOTH = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
 PRODUCTS = {"tp": 2, "sequence_parallel": True}
 ROWS = {"cp": 2}
@@ -49,69 +43,49 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 class Runs:
-    """Starts runs in a process that has imported everything; see ranks_run.py."""
+    """Starts the ranks of runs, hears how they end, and ends what a test that failed has left."""
 
-    def __init__(self, folder, process):
-        self.folder, self._process = folder, process
-        self._running: dict[int, int | None] = {}  # a rank's process -> how it ended
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
+    def __init__(self, folder):
+        self.folder = folder
+        self._started = None
         self._common = {"data": str(write_text(folder / "data")), "cache": str(folder / "cache")}
-
-    def _read(self):
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
-
-    def _answer(self, seconds):
-        """The next line of the process; raises queue.Empty where none comes in so many seconds."""
-        line = self._lines.get(timeout=seconds)
-        assert line, "the process that starts runs has ended"
-        return json.loads(line)
 
     def start(self, name, **order):
         self.clear()
         order = {"folder": str(self.folder / name), **self._common, **order}
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        self._running = dict.fromkeys(self._answer(LONGEST))
-        return list(self._running)
+        self._started = Started(order)
+        return list(self.codes())
 
     def clear(self):
         """End what a test that failed has left."""
-        for rank in self._alive():
-            with suppress(ProcessLookupError):  # it has ended meanwhile
-                os.kill(rank, signal.SIGKILL)
-        while self._alive():
-            self._hear(LONGEST)
+        for rank in self._started.alive() if self._started else ():
+            rank.kill()
+            rank.join(LONGEST)
 
-    def _alive(self):
-        return [rank for rank, code in self._running.items() if code is None]
+    def codes(self):
+        """How each rank ended, by its process's id; None of one that has not."""
+        return {rank.pid: rank.exitcode for rank in self._started.ranks}
 
-    def _hear(self, seconds):
-        rank, code = self._answer(seconds)
-        self._running[rank] = code
+    def hear(self, seconds):
+        """Wait until a rank ends, for so many seconds at most; whether one did."""
+        return self._started.hear(seconds)
 
     def end(self):
         """How each rank ended. A rank that was lost leaves the others GRACE seconds to notice."""
-        while self._alive():
-            lost = any(code not in (None, 0, STOPPED) for code in self._running.values())
-            try:
-                self._hear(GRACE if lost else LONGEST)
-            except queue.Empty:
-                alive = self._alive()
+        while alive := self._started.alive():
+            lost = any(code not in (None, 0, STOPPED) for code in self.codes().values())
+            if not self.hear(GRACE if lost else LONGEST):
+                went_on, codes = [rank.pid for rank in alive], self.codes()
                 self.clear()
-                pytest.fail(f"ranks {alive} went on after a loss or too long: {self._running}")
-        return list(self._running.values())
+                pytest.fail(f"ranks {went_on} went on after a loss or too long: {codes}")
+        return list(self.codes().values())
 
     def wait_for(self, found, seconds=LONGEST):
         """Until `found` says so; fails as soon as a rank ends before that."""
         limit = time.monotonic() + seconds
         while not found():
-            with suppress(queue.Empty):
-                self._hear(0.001)
-            ended = [code for code in self._running.values() if code is not None]
+            self.hear(0.001)
+            ended = [code for code in self.codes().values() if code is not None]
             assert not ended or found(), f"a rank ended before its moment: {ended}"
             assert time.monotonic() < limit, "the moment never came"
 
@@ -147,22 +121,11 @@ def runs(tmp_path_factory):
 
 @contextmanager
 def start_runs(folder):
-    path = os.pathsep.join([str(HERE), *(p for p in sys.path if p)])
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with subprocess.Popen(
-        [sys.executable, str(HERE / "ranks_run.py")],
-        env={**os.environ, **quiet, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        made = Runs(folder, process)
-        try:
-            yield made
-        finally:
-            made.clear()
-            process.stdin.close()
-            made.reader.join()
+    made = Runs(folder)
+    try:
+        yield made
+    finally:
+        made.clear()
 
 
 @pytest.fixture(scope="module")
@@ -372,10 +335,10 @@ def test_a_rank_that_others_wait_for_is_named(runs):
 def test_a_collective_that_hangs_ends_in_an_error_within_its_time(runs, parallel):
     first, second = runs.start(f"hung {parallel}", parallel=parallel, hang=1, timeout=8)
     began = time.monotonic()
-    runs.wait_for(lambda: runs._running[first] is not None)  # before the other one ends
+    runs.wait_for(lambda: runs.codes()[first] is not None)  # before the other one ends
     assert time.monotonic() - began < LONGEST / 2
-    assert runs._running[first] == STOPPED  # the exit code of a run that failed
-    assert runs._running[second] is None
+    assert runs.codes()[first] == STOPPED  # the exit code of a run that failed
+    assert runs.codes()[second] is None
     runs.clear()
 
 

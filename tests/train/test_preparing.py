@@ -7,16 +7,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+import killed_preparing
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import tokenizers
 
+from forked import fork
 from memfit.core import units
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.system import memory
@@ -165,19 +166,6 @@ def test_a_text_in_pieces_is_cut_where_it_always_was(tokenizer, tmp_path, monkey
     assert read(tmp_path / "a.txt", tokenizer, tmp_path).tokens.tolist() == [*want, tokenizer.end]
 
 
-BEGUN = """
-import sys
-from pathlib import Path
-from memfit.train.data.shards import parts, split, workers
-from memfit.train.data.readers import find_sources
-from memfit.train.data.tokenizer import read_tokenizer
-from memfit.train.data.tokens import read_corpus
-split.SHARD, workers.ENOUGH, parts.COMMIT = 8000, int(sys.argv[4]), 0.0
-workers._count_cores = lambda: 3
-read_corpus(find_sources(sys.argv[1]), read_tokenizer(sys.argv[2]), "sft", Path(sys.argv[3]))
-"""
-
-
 @FORK
 @pytest.mark.parametrize(
     "enough",
@@ -186,14 +174,13 @@ read_corpus(find_sources(sys.argv[1]), read_tokenizer(sys.argv[2]), "sft", Path(
 def test_a_killed_start_is_gone_on_from(enough, data, tokenizer, tmp_path, small, monkeypatch):
     want = listed(read(data, tokenizer, tmp_path / "whole"))
     monkeypatch.setattr(workers, "ENOUGH", enough)
-    command = [sys.executable, "-c", BEGUN, str(data), tokenizer.source, str(tmp_path), str(enough)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, env=environment, start_new_session=True) as child:
-        until = time.monotonic() + 240
-        while not list((tmp_path / "tokens").glob(".*/progress.json")):
-            assert child.poll() is None
-            assert time.monotonic() < until
-        child.kill()
+    child = fork(killed_preparing.prepare, data, tokenizer.source, tmp_path, enough)
+    until = time.monotonic() + 240
+    while not list((tmp_path / "tokens").glob(".*/progress.json")):
+        assert child.exitcode is None
+        assert time.monotonic() < until
+    child.kill()
+    child.join()
     (folder,) = (tmp_path / "tokens").glob(".*")
     kept = json.loads((folder / "progress.json").read_text())["shards"]
     (folder / "900.part.npz").write_bytes(b"half a part")

@@ -1,18 +1,14 @@
 """Runs that sample answers on two ranks: one process's log, and no bit lost to `kill -9`."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from rollouts_on_ranks import run
 from tiny_rollouts import write_data
 
 from memfit.records import read_json
 from memfit.records.results import Run
 
-HERE = Path(__file__).parent
 KILLED, LOST = -9, 5  # exit statuses: of the rank, and of the other one
 CLOCKS = ("seconds", "tokens_per_second", "memory_peak_allocated", "watched")
 
@@ -31,18 +27,10 @@ def runs(tmp_path_factory):
         "updating": (2, folder / "killed", 0, "update"),
         "again": (2, folder / "killed", -1, ""),
     }
-    lines = [json.dumps([world, str(to), *end]) for world, to, *end in orders.values()]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(p for p in [*sys.path, str(HERE)] if p),
-        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    command = [sys.executable, str(HERE / "rollouts_on_ranks.py"), str(data), str(folder / "cache")]
-    ended = subprocess.run(
-        command, env=environment, input="\n".join(lines), stdout=subprocess.PIPE, text=True
-    )
-    assert ended.returncode == 0
-    statuses = map(json.loads, ended.stdout.splitlines())
-    return {name: (next(statuses), Path(order[1])) for name, order in orders.items()}
+    return {
+        name: (run(world, to, *end, data, folder / "cache"), to)
+        for name, (world, to, *end) in orders.items()
+    }
 
 
 def log_of(folder):
