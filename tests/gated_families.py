@@ -36,6 +36,10 @@ _OWN: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     },
+    "qwen3_5_text": {
+        "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 12, "full_attention_interval": 2,
+    },
 }  # fmt: skip
 # windows shorter than a test's rows; other families that have windows take the last
 _WINDOWS: dict[str, dict[str, Any]] = {

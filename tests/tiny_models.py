@@ -91,6 +91,10 @@ CONFIGS = {
 add_others(CONFIGS, _LLAMA)
 FAMILIES = tuple(CONFIGS)
 OWN_ATTENTION = ("bloom", "mpt")  # of these classes: `math` alone, and no packed rows
+# whose linear attention carries a state over a whole row
+RECURRENT = tuple(
+    family for family in FAMILIES if find_family(family).architecture(CONFIGS[family]).recurrent
+)
 MATH_ONLY = (*OWN_ATTENTION, "gpt_oss", "gemma2")
 ANY_KERNEL = tuple(family for family in FAMILIES if family not in MATH_ONLY)
 TARGETS = {

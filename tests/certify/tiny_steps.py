@@ -13,7 +13,8 @@ from gated_families import LORA_TARGETS as GATED_TARGETS
 from gated_families import add_others, gated
 from memfit.certify import BatchShape
 from memfit.core.units import GIB
-from memfit.families import read_model
+from memfit.families import find_family, read_model
+from memfit.families.capabilities.lean import find_lean
 from memfit.plan.request.model_reference import with_head
 from memfit.records.hardware import Device, Link
 from memfit.records.ledger import Phase
@@ -101,6 +102,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 add_others(CONFIGS, _LLAMA_SHAPED)
 FAMILIES = tuple(CONFIGS)
 OWN_ATTENTION = ("bloom", "mpt")  # of these classes: `math` alone, and no packed rows
+# whose linear attention carries a state over a whole row
+RECURRENT = tuple(
+    family for family in FAMILIES if find_family(family).architecture(CONFIGS[family]).recurrent
+)
 MATH_ONLY = (*OWN_ATTENTION, "gpt_oss", "gemma2")
 ANY_KERNEL = tuple(family for family in FAMILIES if family not in MATH_ONLY)
 LORA_TARGETS = {
@@ -120,11 +125,14 @@ def possible(family: str, changes: dict[str, Any]) -> bool:
     """Whether a family's step can be so: see `memfit.families.capabilities.limits`."""
     if family in ("gptj", "phi"):
         return changes.get("loss") != "chunked"
+    lean = find_lean(find_family(family).architecture(CONFIGS[family]))
+    if not {*changes.get("lean", ())} <= {*lean}:
+        return False
     if family == "gpt_oss" and changes.get("selective_blocks"):
         return False  # its experts add their bias into products
     if family in MATH_ONLY and changes.get("attention", "math") != "math":
         return False
-    return not (family in OWN_ATTENTION and changes.get("packing"))
+    return not (family in (*OWN_ATTENTION, *RECURRENT) and changes.get("packing"))
 
 
 def make_recipe(

@@ -93,6 +93,10 @@ CONFIGS = {
         "cohere2": {}, "cohere2 not rotating": {"layer_types": ["full_attention"]},
         "exaone4": {"head_dim": 16},
         "exaone4 not rotating": {"layer_types": ["full_attention"]},
+        "qwen3_5_text": of_family("qwen3_5_text", {}),
+        "qwen3_5_text attending": {
+            **of_family("qwen3_5_text", {}), "full_attention_interval": 1,
+        },
         "glm4_moe_lite": of_family("glm4_moe_lite", {}),
         "glm4_moe_lite with experts": {
             **of_family("glm4_moe_lite", {}), "mlp_layer_types": ["sparse"],
@@ -165,7 +169,9 @@ def real_block(name, dtype, autocast, activation=None):
     known += turn if isinstance(turn, tuple) else [turn]  # complex angles are one tensor
     known += [t for t in (mask, *given.values()) if isinstance(t, torch.Tensor)]
     saved = []
-    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    keep = torch.autograd.graph.saved_tensors_hooks(  # what no backward reaches is let go, too
+        lambda t: saved.append(t) or t.detach(), lambda t: t
+    )
     with Births(*known) as births:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False), keep:
             found = block(x, attention_mask=mask, **given)

@@ -22,7 +22,7 @@ from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.plan.step_time.predicted_time import count_work, sum_up
 from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Freeze, Lora, Preference, Quantisation, Regularisation
-from tiny_models import CONFIGS, FAMILIES, make_recipe
+from tiny_models import CONFIGS, FAMILIES, RECURRENT, make_recipe
 
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
 EXACT = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
@@ -617,7 +617,13 @@ def add_others():
         deep = {"precision": "bf16-mixed", "layers": 9, "recompute_blocks": 4}
         SETTINGS[f"{name}, mixed, recomputed, deep"] = name, deep
         SETTINGS[f"{name}, lora, chunked"] = name, {"method": "lora", **bf16, **CHUNKED}
-        SETTINGS[f"{name}, packed"] = name, {"packing": True, **within.get(name, {})}
+        if name in RECURRENT:  # rows of one chunk, of a few, and of more than are simulated
+            SETTINGS[f"{name}, two chunks"] = name, {"sequence_length": 100}
+            SETTINGS[f"{name}, many chunks"] = name, {"sequence_length": 450, "layers": 5}
+            wide = {"sequence_length": 450, "method": "lora", "recompute_blocks": 2}
+            SETTINGS[f"{name}, many chunks, lora"] = name, {**bf16, **wide}
+        else:
+            SETTINGS[f"{name}, packed"] = name, {"packing": True, **within.get(name, {})}
         ON_CUDA[f"{name}, bf16"] = name, {**bf16, "layers": 5}
 
 

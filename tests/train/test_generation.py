@@ -18,12 +18,12 @@ from memfit.train.generation import loop
 from memfit.train.generation.loop import Settings, generate_batch
 from memfit.train.generation.products import quick_products
 from memfit.train.generation.slots import Slots
-from tiny_models import CONFIGS, FAMILIES, VOCAB, hugging_face, make_built, make_recipe
+from tiny_models import CONFIGS, FAMILIES, RECURRENT, VOCAB, hugging_face, make_built, make_recipe
 
 NEW = 20
 LENGTHS = (5, 12, 3, 9, 1, 7)  # more prompts than slots, so that slots are refilled
 GREEDY = Settings(max_new_tokens=NEW, rows=3, temperature=0)
-CASES = [*((family, {}) for family in FAMILIES), *SLIDING.items()]
+CASES = [*((family, {}) for family in FAMILIES if family not in RECURRENT), *SLIDING.items()]
 NAMES = [f"{family}-sliding" if changes else family for family, changes in CASES]
 
 
@@ -62,6 +62,13 @@ def test_greedy_is_transformers_generate_and_log_probs_are_a_forwards(family, ch
     assert {m.ended for m in made} == {"length"}
     for prompt, one in zip(prompts, made, strict=True):
         assert max_gap(model, prompt, one, 1.0) <= 1e-6
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_states_of_linear_attention_are_refused(family):
+    _, model = loud(family)
+    with pytest.raises(InvalidRequest, match="keeps a state of each row"):
+        generate_batch(model, make_prompts(), GREEDY)
 
 
 def max_gap(model, prompt, made, temperature):

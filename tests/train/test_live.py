@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memfit.certify.tracing.fake_device import kernels_strides
 from memfit.records.ledger import Kind, Phase
 from memfit.records.results import Tensor
 from memfit.train.measure.live import LiveBytes
@@ -37,10 +38,17 @@ def no_collection():
         gc.enable()
 
 
+@contextlib.contextmanager
+def fake_tensors():
+    """torch's own, whose strides are those of kernels."""
+    with kernels_strides(), FakeTensorMode():
+        yield
+
+
 def watch(recipe, *, fake=False, documents=None) -> LiveBytes:
     """Load, a first step and a later one."""
     live = LiveBytes("cpu")
-    with no_collection(), FakeTensorMode() if fake else contextlib.nullcontext():
+    with no_collection(), fake_tensors() if fake else contextlib.nullcontext():
         with live:
             model = build_model(recipe, "cpu")
             live.register_model(model)

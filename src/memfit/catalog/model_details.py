@@ -1,4 +1,4 @@
-"""What a row of models.toml says of experts and latent attention, in memfit's words."""
+"""What a row of models.toml says of experts, latent and linear attention, in memfit's words."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ _LATENT = {
     "qk_nope_head_dim": "unrotated",
     "v_head_dim": "value",
 }
+_LINEAR = {
+    "linear_key_heads": "key_heads",
+    "linear_value_heads": "value_heads",
+    "linear_key": "key",
+    "linear_value": "value",
+    "linear_kernel": "kernel",
+}
 _NOT_TRAINED = ("mtp_layers",)  # blocks that predict further tokens; Hugging Face drops them
 
 
@@ -34,6 +41,8 @@ def architecture_fields(details: Mapping[str, Any]) -> dict[str, Any]:
     if "kv_lora_rank" in left:
         latent = {new: left.pop(old) for old, new in _LATENT.items() if old in left}
         left |= {"latent": latent, "rotary_dim": latent["rotated"]}
+    if "linear_key_heads" in left:
+        left["linear"] = {new: left.pop(old) for old, new in _LINEAR.items()}
     if "n_experts" not in left:
         return left
     experts = {new: left.pop(old) for old, new in _EXPERTS.items() if old in left}

@@ -54,7 +54,9 @@ ALIASES = {
 }
 # how names of a family that memfit lacks begin -> the family, as docs/lacking.md has it
 UNSUPPORTED = {
-    "qwen3.5-": "qwen3_5", "qwen3.6-": "qwen3_5", "qwen3-next-": "qwen3_next",
+    "qwen3.5-35b-a3b": "qwen3_5_moe", "qwen3.5-122b-a10b": "qwen3_5_moe",
+    "qwen3.5-397b-a17b": "qwen3_5_moe", "qwen3.6-35b-a3b": "qwen3_5_moe",
+    "qwen3-next-": "qwen3_next",
     "qwen3-coder-next": "qwen3_next", "gemma-4-": "gemma4", "gemma-3n-": "gemma3n",
     "ministral-3-": "ministral3", "mistral-small-3.": "mistral3", "lfm2": "lfm2",
     "granite-4.": "granitemoehybrid", "llama-4-": "llama4",

@@ -62,6 +62,8 @@ class Family(Described):
 
     lora_targets: ClassVar[tuple[str, ...]]  # query and value projections, last parts of names
     dropouts: ClassVar[tuple[str, ...]]  # keys of config.json that hold a dropout probability
+    # `model_type` of configs that hold one of this family as `text_config`, beside a vision tower's
+    text_of: ClassVar[str] = ""
     ends: ClassVar[bool] = False  # whether nothing stands at positions past `max_sequence`
 
     # What a class can do, or does otherwise than most. The tests prove each of every family that
@@ -134,6 +136,19 @@ def find_family(model_type: str, *, of: str = "") -> Family:
 def families_that(ability: str) -> tuple[str, ...]:
     """The names of all families that declare an ability of `Family`, such as `lean`."""
     return tuple(name for name in families.names() if getattr(families.find(name), ability))
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text model alone, where a config describes a vision tower, too, and a
+    family says that it is such a model's text part; else the config itself."""
+    text, outer = config.get("text_config"), config.get("model_type")
+    if not isinstance(text, Mapping):
+        return config
+    for name in families.names():
+        if families.find(name).text_of == outer:
+            tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
+            return {**tied, **text, "model_type": name}
+    return config
 
 
 def find_described(model_type: str, *, of: str = "") -> Described:

@@ -29,7 +29,7 @@ class Node:
     def __init__(self, meter: Meter, rule: Rule, inputs: Sequence[Tensor | None]) -> None:
         self.sequence = meter.sequence
         meter.sequence += 1
-        self.copies = meter.copies  # see `Meter.standing_for`: its derivative counts as often
+        self.copies = meter.node_copies  # see `Meter.standing_for`: its derivative counts as often
         self.rule = rule
         self.edges = [None if t is None or not t.requires_grad else edge(t) for t in inputs]
         self.hooks: tuple[Callable[[], None], ...] = ()  # run before it, in their order

@@ -76,6 +76,7 @@ class Meter:
         self.events: list[int] = []  # i: storage i was born; ~i: it died
         self.requested: list[int] = []  # bytes of each storage
         self.copies = 1  # what is made now stands for so many, one made after the other
+        self.node_copies = 1  # and so does what the derivatives of it make
         self.counts: list[int] = []  # how many each storage stands for
         self.kinds: list[Kind] = []
         self.owners: list[str] = []
@@ -152,13 +153,17 @@ class Meter:
             callback()
 
     @contextmanager
-    def standing_for(self, copies: int) -> Iterator[None]:
-        """What is made inside stands for that many."""
-        before, self.copies = self.copies, copies
+    def standing_for(self, copies: int, gradients: int | None = None) -> Iterator[None]:
+        """What is made inside stands for that many.
+
+        gradients: as many as what its derivatives make stands for, where these are others.
+        """
+        before = self.copies, self.node_copies
+        self.copies, self.node_copies = copies, copies if gradients is None else gradients
         try:
             yield
         finally:
-            self.copies = before
+            self.copies, self.node_copies = before
 
     def passes(self, count: int) -> range:
         """Return which of `count` passes to run: all, or the first, the second and the last.

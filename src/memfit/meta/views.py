@@ -75,10 +75,20 @@ def _transpose_backward(a: int, b: int) -> Rule:
 
 
 def unsqueeze(x: Tensor, dim: int) -> Tensor:
-    """`x.unsqueeze(dim)`; for tensors without a gradient."""
+    """`x.unsqueeze(dim)`."""
+    node = record(_unsqueeze_backward(dim), (x,))
     shape = (*x.shape[:dim], 1, *x.shape[dim:])
     step = x.strides[dim] * x.shape[dim] if dim < len(x.shape) else 1
-    return x.viewed(shape, (*x.strides[:dim], step, *x.strides[dim:]))
+    return attach(node, x.viewed(shape, (*x.strides[:dim], step, *x.strides[dim:])))
+
+
+def _unsqueeze_backward(dim: int) -> Rule:
+    def squeeze(node: Node, grads: Incoming) -> Gradients:
+        x = upstream(grads)
+        strides = (*x.strides[:dim], *x.strides[dim + 1 :])
+        return (x.viewed((*x.shape[:dim], *x.shape[dim + 1 :]), strides),)
+
+    return squeeze
 
 
 def expand_heads(x: Tensor, repeats: int) -> Tensor:

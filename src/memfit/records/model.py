@@ -18,6 +18,7 @@ DTYPE_BYTES = {
 
 
 SLIDING = "sliding"  # a kind of block
+LINEAR = "linear"  # a kind of block: linear attention, of which `Linear` says the sizes
 SCORE = "score.weight"  # the head of Hugging Face's classes of sequence classification
 VALUE_MODEL = "value."  # before the names of a value's own weights, beside those of the policy
 REWARD_SCORE = "reward_score.weight"  # the same of a reward model's adapter, beside a value's
@@ -100,6 +101,21 @@ class Latent(Record, frozen=True, kw_only=True):
     value: int = 0  # elements of a value's head
 
 
+class Linear(Record, frozen=True, kw_only=True):
+    """Linear attention by the gated delta rule (2412.06464); `key_heads` 0 where there is none."""
+
+    key_heads: int = 0  # of queries and of keys
+    value_heads: int = 0  # and of values, gates and states
+    key: int = 0  # elements of a head's query and key
+    value: int = 0  # and of its value
+    kernel: int = 0  # tokens that the causal convolution before it sees
+
+    @property
+    def channels(self) -> int:
+        """What the convolution reads of a token: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key + self.value_heads * self.value
+
+
 class Architecture(Record, frozen=True, kw_only=True):
     """A decoder in memfit's words; `families/` translates Hugging Face's names to these."""
 
@@ -125,6 +141,8 @@ class Architecture(Record, frozen=True, kw_only=True):
     sliding_window: int = 0
     experts: Experts = Experts()
     latent: Latent = Latent()
+    linear: Linear = Linear()  # of blocks of kind `linear`
+    output_gate: bool = False  # what attention returns is multiplied by a gate, of q's product
     sinks: bool = False  # a learned logit a head that takes attention and gives no value
     # what blocks are, in turn, where their weights do not tell; empty where all are alike
     layer_kinds: tuple[str, ...] = ()
@@ -156,6 +174,11 @@ class Architecture(Record, frozen=True, kw_only=True):
         """The window of a block of this kind; 0 where it sees all tokens."""
         slides = SLIDING not in self.layer_kinds or kind == SLIDING
         return self.sliding_window if slides else 0
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether blocks carry a state along a row, which no boundary of a document resets."""
+        return self.linear.key_heads > 0
 
     @property
     def head_input(self) -> int:

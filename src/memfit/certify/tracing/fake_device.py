@@ -57,6 +57,7 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
         stack.enter_context(set_while(torch, "compile", _compiler()))
         stack.enter_context(set_while(torch.amp.GradScaler, "_maybe_opt_step", _never_skip))
         stack.enter_context(_grouped_products())
+        stack.enter_context(kernels_strides())
         stack.enter_context(_numbers_of_updates())
         if kind == "cuda":
             stack.enter_context(_no_cuda_initialisation())
@@ -147,6 +148,34 @@ def _grouped_product(
     shape = (*offs.shape, x.shape[0], weight.shape[1]) if summed else (x.shape[0], weight.shape[2])
     with mode:
         return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
+@contextmanager
+def kernels_strides() -> Iterator[None]:
+    """What torch decomposes softplus's gradient into lies row-major; its kernels' result lies as
+
+    the gradient does, which decides whether the product behind it makes a copy.
+    """
+    from torch._decomp import decomposition_table  # which torch imports with its first fake tensor
+
+    slope = torch.ops.aten.softplus_backward.default
+    if slope not in decomposition_table or fake_impls._is_op_registered_to_fake_rule(slope):
+        raise NotCertified(f"torch {torch.__version__} has another rule for {slope}")
+    decomposed = decomposition_table.pop(slope)
+    fake_impls.register_op_impl(slope)(_slope_of_softplus)
+    try:
+        yield
+    finally:
+        fake_impls._deregister_op_impl(slope)
+        decomposition_table[slope] = decomposed
+
+
+def _slope_of_softplus(
+    mode: FakeTensorMode, _: Any, grad: Tensor, x: Tensor, *numbers: Any
+) -> Tensor:
+    """One kernel over both, as their product is."""
+    with mode:
+        return grad * x
 
 
 def _never_skip(_: Any, optimizer: Any, __: Any, *args: Any, **kwargs: Any) -> Any:

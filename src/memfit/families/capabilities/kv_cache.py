@@ -7,6 +7,7 @@ what keys and values are made from: the compressed vector, and the one rotated k
 
 from __future__ import annotations
 
+from memfit.core.errors import InvalidRequest
 from memfit.records import Record
 from memfit.records.model import DTYPE_BYTES, Architecture
 
@@ -25,7 +26,16 @@ class LayerCache(Record, frozen=True, kw_only=True):
 
 
 def layer_caches(a: Architecture) -> tuple[LayerCache, ...]:
-    """What each layer keeps, in the order of layers."""
+    """What each layer keeps, in the order of layers.
+
+    Raises InvalidRequest for linear attention, whose states memfit's loop does not keep.
+    """
+    if a.recurrent:
+        raise InvalidRequest(
+            f"answers of a `{a.family}` are not sampled by memfit: its linear attention keeps a"
+            " state of each row, which memfit's slots do not hold",
+            hint="use an objective that learns from rows, or generate with transformers",
+        )
     latent = a.latent
     if latent.kv_rank:
         layer = LayerCache(heads=1, key=latent.kv_rank, value=latent.rotated)

@@ -18,22 +18,25 @@ def choose_packing(request: Request, a: Architecture) -> bool:
     """Return whether rows are filled with whole documents: as requested, else where supported.
 
     Pairs are compared row by row, a sampled answer has a row of its own, alibi counts distances
-    over a whole row, and the ring of memfit's own step attends to whole rows.
+    over a whole row, linear attention carries its state over it, and the ring of memfit's own step
+    attends to whole rows.
     """
     if request.task.packing != "auto":
         return request.task.packing
     parallel = request.parallel if request.is_own else "auto"
     ring = parallel != "auto" and parallel.cp > 1
     objective = find_objective(request.task.objective)
-    return not (objective.compares or objective.samples or a.alibi or ring)
+    whole_rows = a.alibi or a.recurrent or ring
+    return not (objective.compares or objective.samples or whole_rows)
 
 
 def check_limits(
-    name: str, a: Architecture, *, attention: str, packing: bool, loss: str, tokens: int
-) -> None:
+    name: str, a: Architecture, *, attention: str, packing: bool, loss: str, tokens: int,
+    offload: str,
+) -> None:  # fmt: skip
     """Raise InvalidRequest where a recipe asks what the model's class cannot do exactly.
 
-    attention and loss may be `auto`; tokens: of a row.
+    attention, loss and offload may be `auto`; tokens: of a row.
     """
     if a.windowed(tokens) and not find_family(a.family).windows:
         raise InvalidRequest(
@@ -66,6 +69,8 @@ def check_limits(
             " cannot keep documents apart",
             hint="use `packing: false`, which a request calls `task.packing`",
         )
+    if a.recurrent:
+        _check_recurrent(name, packing=packing, offload=offload)
     if a.scores and loss == "chunked":
         raise InvalidRequest(
             f"`loss: chunked` is of logits, and `{name}` makes one score of a row",
@@ -75,6 +80,20 @@ def check_limits(
         raise InvalidRequest(
             f"`loss: chunked` takes no bias in the head, and `{name}` has one (`lm_head.bias`)",
             hint="use `loss: plain`",
+        )
+
+
+def _check_recurrent(name: str, *, packing: bool, offload: str) -> None:
+    if packing:
+        raise InvalidRequest(
+            f"`packing: true`, but linear attention of `{name}` carries its state over the whole"
+            " row, and torch's code of it cannot begin anew with a document",
+            hint="use `packing: false`, which a request calls `task.packing`",
+        )
+    if offload == "activations":
+        raise InvalidRequest(
+            f"`offload: activations` is not described for linear attention, which `{name}` has",
+            hint="use `offload: none`, or `recompute: full`",
         )
 
 

@@ -81,8 +81,12 @@ def _stacks_experts(name: str) -> bool:
 
 
 def _names(name: str, prefix: str) -> Iterator[str]:
-    """Yield the names that files may have for a parameter; a bare backbone's have no prefix."""
-    older = (OTHER_NAMES.get(name, name), name.replace(MLP, MIXTRAL))
+    """Yield the names that files may have for a parameter; a bare backbone's have no prefix.
+
+    Where a vision tower stands in the same files, the text model is a part of the backbone.
+    """
+    within = name.replace(f"{prefix}.", f"{prefix}.language_model.", 1)
+    older = (OTHER_NAMES.get(name, name), name.replace(MLP, MIXTRAL), within)
     return chain((name, name.removeprefix(f"{prefix}.")), older)
 
 

@@ -177,6 +177,7 @@ class Framework(ABC):
     arrays: ClassVar[bool] = False  # whether `rules` and `measure` take many recipes at once
     pairs: ClassVar[bool] = False  # whether it is described how answers are compared, too
     samples: ClassVar[tuple[str, ...]] = ()  # objectives whose sampling is described, too
+    recurrent: ClassVar[bool] = False  # whether it is described what linear attention holds, too
     recomputes_some: ClassVar[bool] = False  # blocks of each chunk, and not all or none alone
     zeros: ClassVar[tuple[int, ...]] = ()  # values of `parallel.zero` to choose from; () `cuts`
     cuts: ClassVar[int] = 3  # `zero` of a request that leaves `parallel` on auto

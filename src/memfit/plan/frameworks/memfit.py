@@ -58,6 +58,7 @@ class Memfit(Framework):
     axes = OWN_AXES
     knobs: ClassVar = {}
     pairs = True
+    recurrent = True
     slack = SLACK
     time = TimeTraits(
         fsdp2=True, counts_weights=True, measured_launches=True, casts_alone=True,

@@ -14,6 +14,7 @@ from memfit import catalog
 from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.core.system.reading import is_folder, read_json_table
 from memfit.core.units import MIB
+from memfit.families import text_part
 from memfit.objectives import find_objective
 from memfit.records.model import ModelReference
 
@@ -67,7 +68,7 @@ def _config(config: dict[str, Any], source: str) -> dict[str, Any]:
     if "model_type" not in config:
         hint = "a config.json of Hugging Face's names its `model_type`, for example `llama`"
         raise InvalidRequest(f"no `model_type` in {source}", hint=hint)
-    return {k: v for k, v in config.items() if k != "name"}
+    return {k: v for k, v in text_part(config).items() if k != "name"}
 
 
 def _read_folder(folder: Path) -> ModelReference:

@@ -34,3 +34,18 @@ def describe_positions(name: str, a: Architecture, length: int) -> tuple[str, ..
     if a.family == "phi3":  # whose class knows one way alone, with factors that were trained
         key = "{rope_type: longrope, ...}"
     return (f"{note}: `rope_scaling: {key}` in its config.json extends them (same bytes, seconds)",)
+
+
+def describe_parts(a: Architecture) -> tuple[str, ...]:
+    """Sentences on what of a model is planned, and by whose code, where either could be taken to be
+    otherwise."""
+    lines = []
+    if families.find_family(a.family).text_of:
+        lines.append("the text model alone, without a vision tower")
+    if a.recurrent:
+        lines.append(
+            "linear attention by torch's own operations, which transformers runs without the"
+            " packages flash-linear-attention and causal-conv1d; what their kernels hold is not"
+            " described"
+        )
+    return tuple(lines)

@@ -51,7 +51,7 @@ from memfit.plan.request.objectives.sampled import (
     samples,
     settle_allocator,
 )
-from memfit.plan.request.positions import check_positions, describe_positions
+from memfit.plan.request.positions import check_positions, describe_parts, describe_positions
 from memfit.plan.request.precision import HALF, find_conflict, precisions
 from memfit.records import Record
 from memfit.records.hardware import Device
@@ -227,7 +227,8 @@ def _assumptions(stated: Request, request: Request, model: Model) -> tuple[str, 
     packed = choose_packing(request, model.architecture)
     if assumed := count_steps(request, length, packed).assumed:
         lines.append(assumed)
-    return (*lines, *describe_positions(model.name, model.architecture, length))
+    lines += describe_positions(model.name, model.architecture, length)
+    return (*lines, *describe_parts(model.architecture))
 
 
 def sequence_length(request: Request, model: Model) -> int:
@@ -245,11 +246,18 @@ def check(problem: Problem) -> None:
     request, architecture = problem.request, problem.model.architecture
     length = sequence_length(request, problem.model)
     name = problem.reference.name
+    if architecture.recurrent and not find_framework(request.framework).recurrent:
+        raise InvalidRequest(
+            f"`framework: {request.framework}` with linear attention, which `{name}` has, is not"
+            " described: which of its kernels run depends on the packages that are installed",
+            hint="leave `framework` out: memfit's own step runs torch's code of it",
+        )
     check_positions(name, architecture, length)
     packing, loss = choose_packing(request, architecture), request.loss
     check_limits(
         name, architecture,
         attention=request.attention, packing=packing, loss=loss, tokens=length,
+        offload=request.offload,
     )  # fmt: skip
     check_lean(name, architecture, requested_lean(request))
     check_pairs(request)

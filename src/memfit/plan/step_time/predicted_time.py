@@ -32,6 +32,7 @@ from memfit.plan.step_time.read import (
     USUAL,
     Basis,
     Network,
+    check_timed,
     read_basis,
     read_layout,
     read_machine,
@@ -199,6 +200,7 @@ def find_setting(
     totals: Totals, recipe: Recipe, device: Device, network: Network = USUAL
 ) -> Setting:
     """Everything that the recipe's time depends on; raises TimeUnknown."""
+    check_timed(totals.architecture)
     basis = read_basis(recipe)
     machine = read_machine(device, recipe, basis, network)
     return _setting(totals, recipe, device, basis, machine)

@@ -39,7 +39,7 @@ from memfit.plan.step_time.work import (
 )  # fmt: skip
 from memfit.records import Record
 from memfit.records.hardware import Device
-from memfit.records.model import DTYPE_BYTES, SLIDING, Model
+from memfit.records.model import DTYPE_BYTES, SLIDING, Architecture, Model
 from memfit.records.recipe import Recipe
 
 Kernel = Literal["math", "triton", "flash1", "flash2", "fused"]
@@ -92,6 +92,16 @@ def read_network(text: str, devices_per_node: int) -> float | None:
     if found[1] or found[3] == "per node":
         each *= float(found[1] or 1) / max(devices_per_node, 1)
     return each
+
+
+def check_timed(a: Architecture) -> None:
+    """Raise TimeUnknown for blocks whose speed nobody has stated."""
+    if a.recurrent:
+        raise TimeUnknown(
+            f"how fast torch's code of linear attention runs, which `{a.family}` has, is in no"
+            " measurement",
+            hint="its memory is predicted all the same",
+        )
 
 
 @lru_cache(maxsize=256)
@@ -391,8 +401,10 @@ def read_setting(
 ) -> Setting:  # fmt: skip
     """Everything that the recipe's time depends on; model: before any adapter.
 
-    Raises TimeUnknown where the device, or what joins devices, is not described well enough.
+    Raises TimeUnknown where the device, what joins devices, or a block's speed is not described
+    well enough.
     """
+    check_timed(model.architecture)
     basis = read_basis(recipe, software)
     shape = read_shape(model)
     layout = read_layout(recipe, shape, basis)

@@ -14,6 +14,7 @@ from memfit.records.model import REWARD_SCORE, SCORE
 from memfit.records.recipe import Recipe
 from memfit.train.model.attention import BACKENDS, register_attention
 from memfit.train.model.attention_classes import hand_on_documents, register_class
+from memfit.train.model.classes.linear_attention import use_torchs_code
 from memfit.train.model.experts import register_experts
 
 with quiet_import():
@@ -54,7 +55,8 @@ def bare_model(recipe: Recipe) -> PreTrainedModel:
     name = register_attention(recipe.attention)
     if recipe.attention in BACKENDS:
         register_class(config.model_type, name, BACKENDS[recipe.attention])
-    if family_of(recipe.model).architecture(recipe.model.config).alibi:
+    a = family_of(recipe.model).architecture(recipe.model.config)
+    if a.alibi:
         name = "eager"
     scores = recipe.model.head == "score"
     if scores:
@@ -67,6 +69,8 @@ def bare_model(recipe: Recipe) -> PreTrainedModel:
             experts_implementation=register_experts(),
             dtype=torch.float32,
         )
+    if a.recurrent:
+        use_torchs_code(model)
     model.tie_weights()  # which belongs to what is left out
     # With it set, GPT-2 compares the batch with the padding token at every forward: a read-back
     # from the device that changes nothing.

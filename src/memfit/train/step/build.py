@@ -263,6 +263,7 @@ def _check(recipe: Recipe) -> None:
     check_limits(
         model.name, architecture,
         attention=recipe.attention, packing=recipe.packing, loss=recipe.loss, tokens=length,
+        offload=recipe.offload,
     )  # fmt: skip
     check_lean(model.name, architecture, recipe.lean)
     if recipe.selective_blocks:

@@ -1,0 +1,1 @@
+"""Decoders of linear attention and attention in turn."""

@@ -1,0 +1,158 @@
+"""Decoders of linear attention and attention in turn: Qwen3.5, Qwen3-Next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memfit import meta
+from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import show
+from memfit.families.shared.blocks import unit_norm
+from memfit.families.shared.config import cycle, size
+from memfit.families.shared.forward import (
+    Forward,
+    Rotation,
+    Weights,
+    attend,
+    heads,
+    keep,
+    module,
+    project,
+    rotate_part,
+)
+from memfit.families.shared.hybrid.delta_rule import NAME
+from memfit.families.shared.weights import Rows, gated_rows, head, linear, norm_rows
+from memfit.meta import Tensor
+from memfit.meta.recurrent.operations import sigmoid
+from memfit.records.model import LINEAR, Architecture, Linear, Weight
+
+KINDS = {"linear_attention": LINEAR, "full_attention": ""}  # by their names in `layer_types`
+
+
+def read_hybrid(config: Mapping[str, Any], layers: int) -> tuple[Linear, tuple[str, ...]]:
+    """The sizes of linear attention, and the blocks' kinds.
+
+    Raises InvalidRequest: kinds that are neither of the two, or not one a layer.
+    """
+    found = Linear(
+        key_heads=size(config, "linear_num_key_heads", 16),
+        value_heads=size(config, "linear_num_value_heads", 32),
+        key=size(config, "linear_key_head_dim", 128),
+        value=size(config, "linear_value_head_dim", 128),
+        kernel=size(config, "linear_conv_kernel_dim", 4),
+    )
+    if found.value_heads % found.key_heads:
+        raise InvalidRequest(
+            f"config.json: `linear_num_key_heads: {found.key_heads}` do not divide"
+            f" `linear_num_value_heads: {found.value_heads}`"
+        )
+    kinds = config.get("layer_types")
+    if kinds is None:
+        every = size(config, "full_attention_interval", 4)
+        return found, cycle([LINEAR if (at + 1) % every else "" for at in range(layers)])
+    known = isinstance(kinds, list | tuple) and all(k in KINDS for k in kinds)
+    if not known or len(kinds) != layers:
+        raise InvalidRequest(
+            f"`layer_types: {show(kinds)}` in config.json is not one of {', '.join(KINDS)} for each"
+            f" of {layers} layers"
+        )
+    return found, cycle([KINDS[kind] for kind in kinds])
+
+
+def hybrid_config(a: Architecture) -> dict[str, Any]:
+    """The keys that `read_hybrid` reads."""
+    names = {kind: name for name, kind in KINDS.items()}
+    return {
+        "linear_num_key_heads": a.linear.key_heads,
+        "linear_num_value_heads": a.linear.value_heads,
+        "linear_key_head_dim": a.linear.key,
+        "linear_value_head_dim": a.linear.value,
+        "linear_conv_kernel_dim": a.linear.kernel,
+        "layer_types": [names[a.kind(layer)] for layer in range(a.layers)],
+    }
+
+
+def delta_rows(a: Architecture) -> Rows:
+    """Linear attention of one block of `Qwen3_5GatedDeltaNet`."""
+    sizes, values = a.linear, a.linear.value_heads * a.linear.value
+    rows: Rows = [
+        (f"{NAME}.dt_bias", (sizes.value_heads,)),
+        (f"{NAME}.A_log", (sizes.value_heads,)),
+        (f"{NAME}.conv1d.weight", (sizes.channels, 1, sizes.kernel)),
+        (f"{NAME}.norm.weight", (sizes.value,)),
+    ]
+    rows += linear(f"{NAME}.out_proj", a.hidden, values, bias=False)
+    rows += linear(f"{NAME}.in_proj_qkv", sizes.channels, a.hidden, bias=False)
+    rows += linear(f"{NAME}.in_proj_z", values, a.hidden, bias=False)
+    rows += linear(f"{NAME}.in_proj_b", sizes.value_heads, a.hidden, bias=False)
+    return rows + linear(f"{NAME}.in_proj_a", sizes.value_heads, a.hidden, bias=False)
+
+
+def gated_output_rows(a: Architecture) -> Rows:
+    """Attention whose queries' product makes its output's gate, too."""
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    rows = linear("self_attn.q_proj", 2 * q, a.hidden, a.attention_bias)
+    rows += linear("self_attn.k_proj", kv, a.hidden, a.attention_bias)
+    rows += linear("self_attn.v_proj", kv, a.hidden, a.attention_bias)
+    rows += linear("self_attn.o_proj", a.hidden, q, a.output_bias)
+    norms = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+    return rows + [(name, (a.head_dim,)) for name in norms]
+
+
+def hybrid_weights(a: Architecture) -> tuple[Weight, ...]:
+    """All weights of such a decoder with plain feed-forwards."""
+    rest = gated_rows("mlp", a, a.ffn) + norm_rows(a)
+    rows = {LINEAR: delta_rows(a) + rest, "": gated_output_rows(a) + rest}
+    blocks = [
+        Weight(name=f"model.layers.{layer}.{name}", shape=shape, part="block", layer=layer)
+        for layer in range(a.layers)
+        for name, shape in rows[a.kind(layer)]
+    ]
+    return (
+        Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
+        *blocks,
+        Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
+        *head(a),
+    )
+
+
+@module
+def gated_output_attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """Attention with norms over heads, whose result is multiplied by a gate's sigmoid."""
+    size = forward.architecture.head_dim
+    shape = (*x.shape[:-1], -1, size)
+    both = meta.view(project(forward, weights, "self_attn.q_proj", x), *x.shape[:-1], -1, 2 * size)
+    query, gate = meta.split(both, (size, size), 3)
+    del both
+    gate = meta.reshape(gate, *x.shape[:-1], -1)
+    query = unit_norm(forward, weights["self_attn.q_norm.weight"], query, False)
+    query = meta.transpose(query, 1, 2)
+    key = meta.view(project(forward, weights, "self_attn.k_proj", x), *shape)
+    key = unit_norm(forward, weights["self_attn.k_norm.weight"], key, False)
+    key = meta.transpose(key, 1, 2)
+    value = heads(forward, weights, "self_attn.v_proj", x, shape)
+    query, key = rotate_part(query, key, turn)
+    key, value = keep(forward, key, value)
+    out = attend(forward, query, key, value)
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
+    out = meta.mul(out, sigmoid(gate))
+    out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
+    return out  # noqa: RET504
+
+
+@module
+def grid_rotation(forward: Forward, dtype: str, position_ids: Tensor) -> Rotation:
+    """Cosines and sines (batch, tokens, rotary_dim) of three grids of positions, alike in text."""
+    meter, half = forward.meter, forward.architecture.rotary_dim // 2
+    rows, tokens = forward.batch, position_ids.shape[1]
+    wide = meta.empty(meter, (3, rows, tokens, 1), "float32")
+    frequencies = meta.empty(meter, (3, rows, tokens, half), "float32")
+    del wide
+    cosines = meta.scale(meta.empty(meter, frequencies.shape, "float32"))
+    sines = meta.scale(meta.empty(meter, frequencies.shape, "float32"))
+    sines = meta.empty(meter, (rows, tokens, 2 * half), "float32")  # the three joined in the first
+    cosines = meta.empty(meter, (rows, tokens, 2 * half), "float32")
+    result = meta.cast(cosines, dtype), meta.cast(sines, dtype)
+    del frequencies
+    return result

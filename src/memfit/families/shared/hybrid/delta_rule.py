@@ -1,0 +1,225 @@
+"""The gated delta rule as Hugging Face's classes write it out over torch (`qwen3_5`, `qwen3_next`).
+
+This is what runs where neither flash-linear-attention nor causal-conv1d is installed: other kernels
+keep other tensors. Names of variables follow those of the class, which hold what they hold.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memfit import meta
+from memfit.families.shared.forward import Forward, Weights, module, project
+from memfit.meta import Meter, Tensor
+from memfit.meta.autograd import Region
+from memfit.meta.recurrent.operations import (
+    cast_row_major,
+    convolve,
+    cumulative_sum,
+    exp,
+    matmul,
+    pad,
+    repeat_heads,
+    sigmoid,
+    softplus,
+    solve_triangular,
+    sum_last,
+)
+from memfit.records.model import Architecture
+
+CHUNK = 64  # tokens, the class's default
+TURNS = 5  # simulated of a scan with more: the first, one for all in the middle, and the last three
+NAME = "linear_attn"
+
+
+def chunks_of(tokens: int) -> int:
+    """The chunks that a row of that many tokens is cut into."""
+    return -(-tokens // CHUNK)
+
+
+@module
+def gated_delta_net(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """Linear attention of one block: (batch, tokens, hidden) -> the same."""
+    linear = forward.architecture.linear
+    batch, tokens, _ = x.shape
+    mixed = meta.transpose(project(forward, weights, f"{NAME}.in_proj_qkv", x), 1, 2)
+    z = project(forward, weights, f"{NAME}.in_proj_z", x)
+    z = meta.reshape(z, batch, tokens, -1, linear.value)
+    b = project(forward, weights, f"{NAME}.in_proj_b", x)
+    a = project(forward, weights, f"{NAME}.in_proj_a", x)
+    mixed = causal_convolution(mixed, weights[f"{NAME}.conv1d.weight"])
+    mixed = meta.transpose(mixed, 1, 2)
+    widths = [linear.key_heads * linear.key] * 2 + [linear.value_heads * linear.value]
+    query, key, value = meta.split(mixed, widths, 2)
+    query = meta.reshape(query, batch, tokens, -1, linear.key)
+    key = meta.reshape(key, batch, tokens, -1, linear.key)
+    value = meta.reshape(value, batch, tokens, -1, linear.value)
+    beta = sigmoid(b)
+    decay = find_decay(a, weights[f"{NAME}.A_log"], weights[f"{NAME}.dt_bias"])
+    out = chunked_delta_rule(forward.architecture, query, key, value, decay, beta)
+    out = meta.reshape(out, -1, linear.value)
+    z = meta.reshape(z, -1, linear.value)
+    out = gated_norm(forward, weights[f"{NAME}.norm.weight"], out, z)
+    out = meta.reshape(out, batch, tokens, -1)
+    output = project(forward, weights, f"{NAME}.out_proj", out)
+    return output  # noqa: RET504 - what went in is alive until here
+
+
+def find_decay(a: Tensor, a_log: Tensor, bias: Tensor) -> Tensor:
+    """`-A_log.float().exp() * F.softplus(a.float() + dt_bias)`: (batch, tokens, heads), fp32."""
+    rate = meta.negative(exp(meta.cast(a_log, "float32")))
+    return meta.mul(rate, softplus(meta.add(meta.cast(a, "float32"), bias)))
+
+
+def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """(batch, channels, tokens) -> the same: each channel over its last tokens, then SiLU."""
+    tokens, dtype = x.shape[2], x.dtype
+    out = convolve(meta.cast(x, weight.dtype), weight, weight.shape[-1] - 1)
+    out = meta.silu(meta.narrow(out, 2, 0, tokens))
+    return meta.cast(out, dtype)
+
+
+@module
+def gated_norm(forward: Forward, weight: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    """RMSNorm over a head of values, times SiLU of the gate."""
+    dtype = x.dtype
+    x = meta.cast(x, "float32")
+    variance = meta.mean_last(meta.power(x))
+    x = meta.mul(x, meta.rsqrt(meta.shift(variance)))
+    x = meta.mul(weight, meta.cast(x, dtype))
+    x = meta.mul(x, meta.silu(meta.cast(gate, "float32")))
+    return meta.cast(x, dtype)
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    """`x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)`."""
+    inverse = meta.rsqrt(meta.shift(sum_last(meta.mul(x, x))))
+    return meta.mul(x, inverse)
+
+
+def chunked_delta_rule(
+    a: Architecture, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+) -> Tensor:
+    """The rule over chunks of 64 tokens, `torch_chunk_gated_delta_rule`.
+
+    (batch, tokens, heads, size), decay and beta (batch, tokens, heads) -> as value; fp32 within.
+    """
+    dtype, tokens = query.dtype, query.shape[1]
+    repeats = a.linear.value_heads // a.linear.key_heads
+    if repeats > 1:
+        query = repeat_heads(query, repeats)
+        key = repeat_heads(key, repeats)
+    query, key, value, beta, decay = [
+        cast_row_major(meta.transpose(x, 1, 2), "float32")
+        for x in (query, key, value, beta, decay)
+    ]  # fmt: skip
+    query = _unit_length(query)
+    key = _unit_length(key)
+    query = meta.scale(query)
+    extra = chunks_of(tokens) * CHUNK - tokens
+    query, key, value = [pad(x, 2, extra) for x in (query, key, value)]
+    beta, decay = [pad(x, 2, extra) for x in (beta, decay)]
+    v_beta = meta.mul(value, meta.unsqueeze(beta, 3))
+    k_beta = meta.mul(key, meta.unsqueeze(beta, 3))
+    query, key, k_beta, v_beta = [_cut(x) for x in (query, key, k_beta, v_beta)]
+    decay = _cut(decay)
+    mask = meta.empty(query.meter, (CHUNK, CHUNK), "bool")
+    mask = meta.empty(query.meter, (CHUNK, CHUNK), "bool")  # `.triu(1)` of it
+    summed = cumulative_sum(decay)
+    pairwise = meta.subtract(meta.unsqueeze(summed, 4), meta.unsqueeze(summed, 3))
+    pairwise = meta.fill_masked(pairwise, mask)
+    pairwise = exp(pairwise)
+    system = meta.mul(matmul(k_beta, meta.transpose(key, 3, 4)), pairwise)
+    intra = meta.mul(matmul(query, meta.transpose(key, 3, 4)), pairwise)
+    decayed = meta.mul(k_beta, meta.unsqueeze(exp(summed), 4))
+    new_values = solve_triangular(system, v_beta)
+    k_summed = solve_triangular(system, decayed)
+    heads = (query.shape[0], a.linear.value_heads)
+    state = meta.empty(query.meter, (*heads, a.linear.key, a.linear.value), "float32")
+    out = meta.empty(query.meter, new_values.shape, "float32", strides=new_values.strides)
+    query = meta.mul(query, meta.unsqueeze(exp(summed), 4))
+    key = meta.mul(key, meta.unsqueeze(exp(_left(summed)), 4))
+    last = meta.unsqueeze(meta.unsqueeze(exp(meta.select(summed, 3)), 3), 4)
+    held, found = [state], [out]
+    del state, out  # the scan lets them go as it renews them
+    alive = _scan(Scanned(new_values, k_summed, query, intra, key, last), held, found)
+    out = meta.reshape(found.pop(), *heads, -1, a.linear.value)
+    out = meta.narrow(out, 2, 0, tokens) if extra else out  # `out[:, :, :all]` is out itself
+    out = cast_row_major(meta.transpose(out, 1, 2), dtype)
+    del alive  # the last turn's variables
+    return out
+
+
+def _cut(x: Tensor) -> Tensor:
+    """(batch, heads, tokens, …) -> (batch, heads, chunks, 64, …)."""
+    batch, heads, tokens, *rest = x.shape
+    return meta.reshape(x, batch, heads, tokens // CHUNK, CHUNK, *rest)
+
+
+def _left(summed: Tensor) -> Tensor:
+    """How much decay is left behind each position of a chunk."""
+    return meta.subtract(meta.narrow(summed, 3, CHUNK - 1, 1), summed)
+
+
+class Scanned(NamedTuple):
+    """What the scan reads, a chunk in each turn."""
+
+    new_values: Tensor
+    k_summed: Tensor
+    query: Tensor
+    intra: Tensor
+    key: Tensor
+    last: Tensor
+
+
+def _scan(read: Scanned, held: list[Tensor], found: list[Tensor]) -> tuple[Tensor, ...]:
+    """The scan over chunks, in which each turn fills its part of `found` and renews the state.
+
+    held, found: the last references to the first state and to what is filled. Returns what the
+    last turn's variables hold.
+
+    Of many turns five run. The second stands for all but the others, as far as its saved tensors
+    go; the two behind it, whose states are their own, are the first that a backward meets as they
+    are in every turn.
+    """
+    state, meter = held.pop(), found[0].meter
+    count = read.new_values.shape[2]
+    shortened = count > TURNS and not meter.unrolled
+    v_new: Tensor | None = None
+    inter: Tensor | None = None
+    for index in range(TURNS if shortened else count):
+        middle = shortened and index == 1
+        many = count - TURNS + 1 if middle and _keeps(meter, read) else 1
+        with meter.standing_for(many, gradients=1):
+            v_new = meta.subtract(
+                meta.select(read.new_values, 2), matmul(meta.select(read.k_summed, 2), state)
+            )
+            inter = matmul(meta.select(read.query, 2), state)
+            found.append(_fill(found.pop(), _attend(read, inter, v_new)))
+            state = _renew(read, state, v_new)
+        if middle:  # of those that it stands for, only what is saved is left
+            v_new = inter = None
+    return tuple(x for x in (v_new, inter) if x is not None)
+
+
+def _attend(read: Scanned, inter: Tensor, v_new: Tensor) -> Tensor:
+    return meta.add(inter, matmul(meta.select(read.intra, 2), v_new))
+
+
+def _renew(read: Scanned, state: Tensor, v_new: Tensor) -> Tensor:
+    """The state of the next turn: decayed, and with this chunk's keys and values in it."""
+    decayed = meta.mul(state, meta.select(read.last, 2))
+    turned = meta.transpose(meta.select(read.key, 2), 2, 3)
+    return meta.add(decayed, matmul(turned, v_new))
+
+
+def _fill(whole: Tensor, part: Tensor) -> Tensor:
+    """`whole[:, :, i] = part`."""
+    return meta.fill_part(whole, part)
+
+
+def _keeps(meter: Meter, read: Scanned) -> bool:
+    """Whether turns leave saved tensors behind: not without a gradient, and not in the first
+    forward of what is recomputed."""
+    promises = isinstance(meter.saver, Region) and meter.saver.filled < 0
+    return meter.graph and not promises and any(x.requires_grad for x in read)

@@ -1,0 +1,1 @@
+"""Layers with a state that does not grow with the length of a row."""
