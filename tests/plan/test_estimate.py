@@ -19,7 +19,7 @@ from memfit.plan.simulate.recompute import RecomputedBlocks
 from memfit.records.recipe import Parallel
 
 # one model of each family whose blocks alternate attention, and one whose blocks are all alike
-ALTERNATING = {"gemma-2-2b": 26, "gemma-3-1b": 26, "smollm3-3b": 36}
+ALTERNATING = {"gemma-2-2b": 26, "gemma-3-1b": 26, "smollm3-3b": 36, "qwen3.5-9b": 32}
 ALIKE = {"llama-3.2-3b": 28}
 LENGTHS = (96, 256, 640, 1536, 2000)  # shorter and longer than a chunk of the loss
 

@@ -22,7 +22,7 @@ from memfit.plan.step_time.predicted_time import (
 from memfit.records.recipe import Freeze, Lora, Preference
 from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
 from memfit.train.step.step import Batch, step
-from tiny_models import CONFIGS, make_recipe
+from tiny_models import CONFIGS, RECURRENT, make_recipe
 
 
 def change(recipe, **changes):
@@ -84,6 +84,7 @@ def count_grouped(a, b, *_, **__):
 # The two narrow projections beside OPT's embeddings, which the prediction does not count: 2 FLOP x
 # 32 tokens x 16 x 32, three products each.
 OUTSIDE = {"opt": 2 * 3 * 2 * 32 * 16 * 32}
+TIMED = [family for family in CONFIGS if family not in RECURRENT]
 PAIRS = {
     "objective": "dpo", "preference": Preference(beta=0.1, reference="adapter-off"),
     "method": "lora", "micro_batch": 4,
@@ -93,10 +94,10 @@ PAIRS = {
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        *((family, {}) for family in CONFIGS),
+        *((family, {}) for family in TIMED),
         *(
             (family, {"recompute_blocks": 1, "selective_blocks": 2})
-            for family in CONFIGS if family != "gpt_oss"  # whose step refuses it
+            for family in TIMED if family != "gpt_oss"  # whose step refuses it
         ),
         ("llama", PAIRS),
     ],
@@ -118,6 +119,16 @@ def test_predicted_work_of_every_family_is_what_torch_counts(family, changes):
     off = 0.03 if recipe.method == "lora" else 1e-12
     assert work.hardware - work.attention == pytest.approx(products, rel=off)
     assert 2 * work.attention == pytest.approx(attention, rel=2 * off)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_linear_attention_has_no_time_on_a_device_of_known_speed(family):
+    """Its work is not described, so that no seconds may be made of it."""
+    recipe = make_recipe(family)
+    totals = sum_up(read_model(recipe.model))
+    assert predict_timeline(totals, recipe, find_device("h100-sxm")).spans == ()
+    llama = make_recipe()
+    assert predict_timeline(sum_up(read_model(llama.model)), llama, find_device("h100-sxm")).spans
 
 
 def test_a_device_of_unknown_speed_has_no_time(tiny_recipe):

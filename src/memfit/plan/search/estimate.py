@@ -65,16 +65,18 @@ class Alike(NamedTuple):
 
 
 def applies(model: Model) -> bool:
-    """Whether all blocks have the same weights, and enough of them for every treatment.
+    """Whether all blocks of a kind have the same weights, and enough of them for every treatment.
 
-    Blocks may differ in what they compute (`Architecture.layer_kinds`).
+    Kinds may differ in what they compute and in their weights (`Architecture.layer_kinds`).
     """
-    layers = model.architecture.layers
+    layers, kind = model.architecture.layers, model.architecture.kind
     blocks: list[list[tuple[tuple[int, ...], str, bool]]] = [[] for _ in range(layers)]
     for w in model.weights:
         if w.layer >= 0:
             blocks[w.layer].append((w.shape, w.dtype, w.trainable))
-    return layers >= len(TREATED) * CYCLES and all(rows == blocks[0] for rows in blocks)
+    firsts = {kind(layer): blocks[layer] for layer in reversed(range(layers))}
+    alike = all(rows == firsts[kind(layer)] for layer, rows in enumerate(blocks))
+    return alike and layers >= len(TREATED) * CYCLES
 
 
 def count_least(model: Model, recipe: Recipe, device: Device) -> int:
@@ -163,12 +165,16 @@ class Lines:
 
 def _treat(runs: tuple[Run, ...], kinds: tuple[str, ...], ways: Sequence[str]) -> tuple[Run, ...]:
     """Cycles of one block of each kind under each treatment, from runs that keep every block."""
-    block = runs[0].cycle[0]
-    treated = (
-        replace(block, recomputed=way != "kept", selective=way == "selective") for way in ways
-    )
+    firsts = {block.kind: block for run in reversed(runs) for block in reversed(run.cycle)}
     return tuple(
-        Run(cycle=tuple(replace(one, kind=kind) for kind in kinds), count=CYCLES) for one in treated
+        Run(
+            cycle=tuple(
+                replace(firsts[kind], recomputed=way != "kept", selective=way == "selective")
+                for kind in kinds
+            ),
+            count=CYCLES,
+        )
+        for way in ways
     )
 
 
