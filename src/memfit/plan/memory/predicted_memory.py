@@ -37,7 +37,6 @@ from memfit.plan.memory.rollouts import (
     rest_of_rewards,
     rest_of_rounds,
     rest_of_update,
-    results_of_updates,
     scored_phases,
     walk_calls,
     walk_forward,
@@ -482,10 +481,8 @@ class _Step:
         self.level.add({p: n for p, n in rests.items() if p[0] is Kind.TEMPORARY})
 
     def _last_update(self, phases: tuple[Phase, ...], rests: Parts) -> None:
-        """The last of several updates with one rollout, beside what is left of the others."""
-        updates = self.recipe.policy.num_iterations - 1 if self.recipe.samples else 0
-        if updates:
-            self.level.add(results_of_updates(self.recipe, updates))
+        """The last of several updates with one rollout; nothing is left of the others."""
+        if self.recipe.samples and self.recipe.policy.num_iterations > 1:
             self._update(phases, self.outline.around.later, rests)
 
     def _roll_out(self) -> None:

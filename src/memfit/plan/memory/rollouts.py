@@ -19,7 +19,6 @@ from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import scores_old
 
 FP32, INT64 = DTYPE_BYTES["float32"], DTYPE_BYTES["int64"]
-FIGURES, OF_VALUES = 6, 3  # fp32 that an update's log has, and a value's
 OF_AIMS = 3  # fp32 of a token that a value's micro-batch receives
 BATCH = (Kind.INPUT, "batch")
 SCORES = {
@@ -126,14 +125,6 @@ def scored_phases(recipe: Recipe) -> tuple[Phase, ...]:
     """The forwards without a gradient before the update."""
     runs = scores_old(recipe.objective, recipe.policy), recipe.policy.beta > 0, recipe.values
     return tuple(phase for phase, here in zip(SCORED, runs, strict=True) if here)
-
-
-def results_of_updates(recipe: Recipe, updates: int) -> Parts:
-    """What is left of earlier updates with one rollout until the next one is over."""
-    if not updates:
-        return {}
-    figures = FIGURES + (OF_VALUES if recipe.values else 0)
-    return {(Kind.TEMPORARY, "loss"): updates * figures * FP32}
 
 
 def cache_of(a: Architecture, slots: Slots, dtype: str, device: Device) -> Parts:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import fsum, nan, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from memfit.train.rl.advantages import (
 )
 from memfit.train.rl.policy_loss import Answers, Counts, name_sums
 from memfit.train.rl.rewards.adapter import scores_of
-from memfit.train.rl.rollout import Experience, Prompt, Sampling, own_part, roll_out
+from memfit.train.rl.rollout import STOPPED, Experience, Prompt, Sampling, own_part, roll_out
 from memfit.train.rl.rows import Cut, answer_mask, cut_all, lay_out
 from memfit.train.rl.values import Aims, aim, find_counted
 from memfit.train.step.build import Built
@@ -132,8 +133,9 @@ def iterate(
     results: list[_Update] = []
     for number in range(times := learning.policy.num_iterations):
         if not all_updates and 0 < number < times - 1:
-            results.append(results[-1].repeated())
+            results.append(results[-1])
             continue
+        observer.enter(Phase.FORWARD)  # its inputs are no part of the update before it
         micros = _micro_batches(at_work, batch, counts, mask, target, scored)
         results.append(_read(step(built, micros, 1, observer.enter)))
     updated = time.perf_counter()
@@ -144,8 +146,8 @@ def iterate(
         "update_seconds": updated - scoring,
         "update_tokens_per_second": tokens * learning.policy.num_iterations / (updated - scoring),
     }
-    means = experience.by_function.nanmean(0).tolist()
-    by_function = tuple(None if m != m else m for m in means)
+    columns = zip(*experience.by_function.tolist(), strict=True)
+    by_function = tuple(None if (m := _mean(c)) != m else m for c in columns)
     shown = _show(experience, rollout.num_generations)
     return Summary(figures, by_function, dict(experience.failures), shown, tokens)
 
@@ -162,36 +164,41 @@ def _find_counted(learning: Learning, experience: Experience) -> Tensor:
 
 
 class _Update(NamedTuple):
-    """What one update says of itself."""
+    """What one update says of itself, in numbers: tensors would be held until the next is over."""
 
     loss: float
     norm: float
-    sums: Tensor
-    values: Tensor | None
-
-    def repeated(self) -> _Update:
-        """The same of another update, as tensors of its own."""
-        values = None if self.values is None else self.values.clone()
-        return self._replace(sums=self.sums.clone(), values=values)
+    sums: list[float]
+    values: list[float] | None
 
 
 def _read(result: StepResult) -> _Update:
     assert result.rewards is not None
     norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
-    return _Update(float(result.loss), norm, result.rewards, result.values)
+    values = None if result.values is None else result.values.tolist()
+    return _Update(float(result.loss), norm, result.rewards.tolist(), values)
+
+
+def _add_up(lists: Iterable[list[float]]) -> list[float]:
+    return [sum(numbers) for numbers in zip(*lists, strict=True)]
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Of those that are not NaN; NaN where there is none."""
+    found = [value for value in values if value == value]
+    return fsum(found) / len(found) if found else nan
 
 
 def _sum_up(
     built: Built, learning: Learning, experience: Experience, results: Sequence[_Update],
     divergence: float | None, counts: Counts,
 ) -> dict[str, float]:  # fmt: skip
-    """Figures of all updates with a rollout."""
-    total = torch.stack([result.sums for result in results]).sum(0)
+    """Figures of all updates with a rollout; made of numbers, as no ledger has them."""
+    total = _add_up(result.sums for result in results)
     loss, ranks = results[-1].loss, learning.sampling.ranks
     if ranks.size > 1:
-        shares = ranks.gather(loss, *total.tolist())
-        loss, *sums = (sum(numbers) for numbers in zip(*shares, strict=True))
-        total = torch.tensor(sums)
+        shares = ranks.gather(loss, *total)
+        loss, *total = (sum(numbers) for numbers in zip(*shares, strict=True))
     figures = _describe(experience, loss)
     figures |= name_sums(learning.objective, total, counts.rows)
     if learning.sampling.rollout.dynamic_sampling:
@@ -201,11 +208,11 @@ def _sum_up(
     if built.recipe.optimizer.clip_norm:
         figures["grad_norm"] = results[-1].norm
     if learning.policy.beta:
-        own = float(total[2] / total[4].clamp(min=1.0))
+        own = total[2] / max(total[4], 1.0)
         figures["kl"] = own if divergence is None else divergence / max(counts.tokens, 1.0)
     values = [result.values for result in results if result.values is not None]
     if values:
-        clipped, places, squares = torch.stack(values).sum(0).tolist()
+        clipped, places, squares = _add_up(values)
         figures["value_loss"] = squares / 2 / max(places, 1.0)
         figures["clipped_values"] = clipped / max(places, 1.0)
     return figures
@@ -363,20 +370,17 @@ def _micro_batches(
 
 def _describe(experience: Experience, loss: float) -> dict[str, float]:
     """Figures of the rollout that every iteration has, and the loss of its last update."""
-    rewards = experience.rewards
-    unjudged = float(rewards.isnan().float().mean())
-    mean = rewards.nanmean()
-    spread = (rewards - mean).square().nanmean().sqrt()
+    rewards: list[float] = experience.rewards.tolist()
+    mean = _mean(rewards)
     lengths = [len(c.ids) for c in experience.completions]
-    truncated = experience.truncated.float().mean()
     return {
         "loss": loss,
-        "reward": float(mean),
-        "reward_std": float(spread),
-        "unjudged": unjudged,
+        "reward": mean,
+        "reward_std": sqrt(_mean((reward - mean) ** 2 for reward in rewards)),
+        "unjudged": _mean(reward != reward for reward in rewards),
         "length": sum(lengths) / len(lengths),
         "longest": float(max(lengths)),
-        "truncated": float(truncated),
+        "truncated": _mean(c.ended not in STOPPED for c in experience.completions),
         "rollout_seconds": experience.rollout_seconds,
         "rollout_tokens_per_second": experience.sampled_tokens / experience.rollout_seconds,
         "reward_seconds": experience.reward_seconds,

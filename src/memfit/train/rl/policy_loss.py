@@ -8,6 +8,7 @@ PPO's are 1.12's (`PPOTrainer`), the last version with it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -157,7 +158,7 @@ def _pair_slope(log_probs: Tensor, answers: Answers) -> tuple[Tensor, Tensor, Te
     return (found.values * counted).sum() / pairs, slope, sums
 
 
-def name_sums(objective: Online, sums: Tensor, rows: int) -> dict[str, float]:
+def name_sums(objective: Online, sums: Iterable[float], rows: int) -> dict[str, float]:
     """Figures of the log; sums (6,) as `StepResult.rewards`, of `rows` answers."""
     low, high, _, counted, tokens, entropy = (float(s) for s in sums)
     shared = {"entropy": entropy / max(tokens, 1.0)}
