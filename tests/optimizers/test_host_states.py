@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from memfit import api, catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
-from memfit.core.errors import InvalidRequest
+from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.families import read_model
 from memfit.optimizers.shared.offloaded import SMALLEST
 from memfit.plan.memory.predicted_memory import predict_memory
@@ -113,8 +113,8 @@ def test_the_search_puts_states_on_the_host_where_only_that_fits():
         "task": {"sequence_length": 16, "global_batch": 2},
     }  # fmt: skip
 
-    def plan(offload, limit):
-        own = {**asked, "offload": offload, "limits": {"memory": limit}}
+    def plan(offload, limit, host=""):
+        own = {**asked, "offload": offload, "limits": {"memory": limit, "host_memory": host}}
         return api.plan(from_data(own, Request, source="the test"), levers=False)
 
     needs = {o: plan(o, "1 MiB").memory.needed for o in ("none", "activations", "optimizer")}
@@ -125,6 +125,37 @@ def test_the_search_puts_states_on_the_host_where_only_that_fits():
     assert tight.memory.needed < tight.memory.usable
     assert plan("auto", "4 GiB").recipe.offload == "none"  # the link takes time
     assert plan("auto", "1 MiB").memory.needed == needs["optimizer"]  # the nearest miss
+    held = tight.host["offloaded"]
+    enough = plan("auto", f"{least - 1} B", f"{held} B")
+    assert enough.recipe == tight.recipe
+    assert any(f"within `limits.host_memory: {held} B`" in text for text in enough.assumptions)
+    for offload in ("auto", "optimizer"):
+        with pytest.raises(DoesNotFit, match=f"`offload: optimizer` keeps .* {held - 1} B"):
+            plan(offload, f"{least - 1} B", f"{held - 1} B")
+    assert plan("auto", "4 GiB", "1 B").recipe.offload == "none"
+    stated = api.state(enough)
+    less = api.change(stated, {"limits.host_memory": f"{held - 1} B"})
+    with pytest.raises(DoesNotFit, match="limits.host_memory"):
+        api.predict(less)
+
+
+def test_the_search_takes_what_a_small_host_can_hold():
+    """Activations on the host are the fastest; then fewer of them, then none and recomputing."""
+    asked = {
+        "model": "qwen3-0.6b", "method": "lora", "loss": "chunked", "offload": "auto",
+        "hardware": {"device": "rtx-4090"}, "task": {"sequence_length": 4096, "global_batch": 8},
+    }  # fmt: skip
+
+    def plan(host):
+        own = {**asked, "limits": {"memory": "4 GiB", "host_memory": host}}
+        return api.plan(from_data(own, Request, source="the test"), levers=False)
+
+    free, some, none = plan(""), plan("1 GiB"), plan("1 MiB")
+    assert free.recipe.offload == "activations"
+    assert free.host["offloaded"] > 2**30
+    assert some.host.get("offloaded", 0) <= 2**30
+    assert none.recipe.offload == "none"
+    assert {p.memory.verdict for p in (free, some, none)} == {"fits"}
 
 
 def test_gradients_are_on_their_way_before_they_could_be_clipped():

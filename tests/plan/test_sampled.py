@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from memfit import api
 from memfit.catalog import find_device
-from memfit.core.errors import InvalidRequest
+from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.families import read_model
 from memfit.plan.request.wording import restate
 from memfit.records import from_data, to_data
@@ -347,6 +347,12 @@ def test_activations_on_the_host_are_chosen_offered_and_timed():
     assert plan(change(tight, {"offload": "auto", "limits.memory": "70 GiB"})).recipe.offload == (
         "none"
     )
+    away = plan(change(tight, {"offload": "auto"}))
+    least = {"offload": "auto", "limits.host_memory": f"{away.host['offloaded']} B"}
+    assert plan(change(tight, least)).recipe == away.recipe
+    least["limits.host_memory"] = f"{away.host['offloaded'] - 1} B"
+    with pytest.raises(DoesNotFit, match="`offload: activations` keeps .* and `limits.host_memo"):
+        plan(change(tight, least))
     offered = [way for way in api.plan(tight).ways_out if way.changes == {"offload": "auto"}]
     assert [way.exact for way in offered] == [True]
     turned = [lever.changes for lever in api.predict_with_levers(api.state(kept)).levers]

@@ -188,6 +188,7 @@ KEYS = {
     "hardware.pue": "power of the whole site over that of the devices; 1 counts these alone",
     "limits": "what may be spent; empty sets no limit of its own",
     "limits.memory": "for example 72 GiB: the whole device on CUDA, the whole process on a CPU",
+    "limits.host_memory": "for example 64 GiB: of each machine, for what `offload` keeps there",
     "limits.tight": "true takes a recipe that fits by typical figures, without a margin",
     "limits.time": "for example 48 h",
     "limits.cost": "for example 5000 USD",

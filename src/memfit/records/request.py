@@ -212,12 +212,18 @@ class Limits(Record, frozen=True, kw_only=True):
     memory: Size = ""  # of the whole device on CUDA; of the process on a CPU. "72 GiB"
     time: Duration = ""
     cost: Money = ""
+    host_memory: Size = ""  # of each machine, for what `offload` keeps there
     tight: bool = False  # take what fits by its typical figures, though not by its whole band
 
     @property
     def memory_bytes(self) -> int | None:
         """The memory limit in bytes; None when none is set."""
         return units.parse_bytes(self.memory) if self.memory else None
+
+    @property
+    def host_bytes(self) -> int | None:
+        """What may be offloaded to each machine's memory, in bytes; None when no limit is set."""
+        return units.parse_bytes(self.host_memory) if self.host_memory else None
 
     @property
     def seconds(self) -> float | None:
@@ -356,7 +362,8 @@ class Request(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Quantities are checked when the request is read, not when they are first needed."""
-        for value in (self.limits.memory_bytes, self.limits.seconds, self.limits.usd):
+        limits = self.limits
+        for value in (limits.memory_bytes, limits.host_bytes, limits.seconds, limits.usd):
             del value
         lengths = [k for k in ("steps", "epochs", "tokens") if getattr(self.task, k) is not None]
         if len(lengths) > 1:

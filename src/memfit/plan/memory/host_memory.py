@@ -1,12 +1,17 @@
-"""What waits in host memory while devices train; it is shown, and compared with no limit."""
+"""What waits in host memory while devices train: in no verdict of the device's memory.
+
+What `offload` keeps there is held to `limits.host_memory`, where the request has one.
+"""
 
 from __future__ import annotations
 
+from memfit.core.errors import DoesNotFit
 from memfit.core.units import parse_bytes, show_bytes, show_gib
 from memfit.optimizers import find_optimizer
 from memfit.records.model import Model
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import scores_old
+from memfit.records.request import Limits
 
 # bytes of host tensors for a token of an update's rows: ids and labels in int64, a mask in fp32
 ROW, LOG_PROB = 8 + 8 + 4, 4  # and what one forward without a gradient leaves
@@ -31,19 +36,36 @@ def shards_on_host(recipe: Recipe, model: Model) -> int:
     return states + sum(w.nbytes for w in (*model.weights, *trained))
 
 
-def describe_host(recipe: Recipe, nbytes: int) -> tuple[str, ...]:
+def find_host_excess(recipe: Recipe, nbytes: int, limits: Limits) -> DoesNotFit | None:
+    """The error of a recipe that offloads more than each machine may hold; nbytes: of all."""
+    each = nbytes // _count_machines(recipe)
+    if limits.host_bytes is None or each <= limits.host_bytes:
+        return None
+    return DoesNotFit(
+        f"`offload: {recipe.offload}` keeps {show_gib(each)} in the memory of each host, and"
+        f" `limits.host_memory` is {limits.host_memory}",
+        hint="raise it, or use another `offload`, a quantised base or a larger device",
+    )
+
+
+def _count_machines(recipe: Recipe) -> int:
+    world = recipe.parallel.world
+    return -(-world // (recipe.devices_per_node or world))
+
+
+def describe_host(recipe: Recipe, nbytes: int, limits: Limits) -> tuple[str, ...]:
     """What each machine's host holds, in words; nbytes: of all machines."""
     if not nbytes:
         return ()
-    world = recipe.parallel.world
-    machines = -(-world // (recipe.devices_per_node or world))
+    machines = _count_machines(recipe)
     what = {"optimizer": "states", "activations": "activations"}.get(
         recipe.offload, "weights, gradients and states"
     )
     each = "the host" if machines == 1 else f"each of {machines} hosts"
-    return (
-        f"{each} has {show_gib(nbytes // machines)} to spare for {what}, which no verdict counts",
-    )
+    judged = "which no verdict counts"
+    if limits.host_memory:
+        judged = f"within `limits.host_memory: {limits.host_memory}`"
+    return (f"{each} has {show_gib(nbytes // machines)} to spare for {what}, {judged}",)
 
 
 def rollouts_on_host(recipe: Recipe) -> dict[str, int]:

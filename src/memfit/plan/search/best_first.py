@@ -22,8 +22,7 @@ from memfit.parallelism.context import KERNELS
 from memfit.parallelism.limits import refuse, why_no_mesh
 from memfit.parallelism.tensor import why_no_shared_products
 from memfit.plan.budget.limits import find_excess, find_unjudged
-from memfit.plan.memory.host_memory import shards_on_host
-from memfit.plan.memory.predicted_memory import predict_rollout, waiting_on_host
+from memfit.plan.memory.predicted_memory import predict_rollout
 from memfit.plan.request.meshes import (
     check_batch,
     check_described,
@@ -136,8 +135,7 @@ def _choose(candidate: Candidate, assumptions: tuple[str, ...] = ()) -> Choice:
     return Choice(
         recipe=candidate.recipe, model=candidate.model, totals=candidate.totals,
         memory=candidate.memory, ledger=candidate.ledger,
-        on_host=shards_on_host(candidate.recipe, candidate.model)
-        + waiting_on_host(candidate.model, candidate.recipe, candidate.problem.device),
+        on_host=candidate.on_host,
         assumptions=assumptions,
     )  # fmt: skip
 

@@ -11,11 +11,13 @@ from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
 from memfit.plan.frameworks import NO_SLACK, Slack
+from memfit.plan.memory.host_memory import find_host_excess, shards_on_host
 from memfit.plan.memory.predicted_memory import (
     predict_memory,
     predict_peak,
     predict_rollout,
     predict_stages,
+    waiting_on_host,
     with_blocks,
     without_shape,
 )
@@ -201,6 +203,8 @@ class Candidate:
         what is chosen in the end has to be `proved`.
         """
         usable = self.problem.usable
+        if not self.spares_host:
+            return False
         if usable is None:
             return True
         if self.problem.device.is_cpu or "needed" in self.__dict__:
@@ -237,7 +241,23 @@ class Candidate:
     @property
     def proved(self) -> bool:
         """Whether it fits by its own replay, not by that of a near candidate."""
-        return self.problem.usable is None or self._against() <= self.problem.usable
+        usable = self.problem.usable
+        return self.spares_host and (usable is None or self._against() <= usable)
+
+    @cached_property
+    def on_host(self) -> int:
+        """Bytes that wait on all hosts."""
+        return shards_on_host(self.recipe, self.model) + waiting_on_host(
+            self.model, self.recipe, self.problem.device
+        )
+
+    @property
+    def spares_host(self) -> bool:
+        """Whether what is offloaded is within `limits.host_memory`."""
+        limits = self.problem.request.limits
+        if limits.host_bytes is None or self.recipe.offload == "none":
+            return True
+        return find_host_excess(self.recipe, self.on_host, limits) is None
 
     def _against(self) -> int:
         """What the prediction itself holds against the usable line."""
@@ -323,6 +343,8 @@ class Candidate:
     def likely(self) -> bool:
         """Whether it fits by `about`."""
         usable = self.problem.usable
+        if not self.spares_host:
+            return False
         if usable is None:
             return True
         if self._is_dear and self._show(self.least, tight=self._tight) > usable:

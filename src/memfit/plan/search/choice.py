@@ -117,8 +117,8 @@ def assemble(
         assumptions=(
             *problem.assumptions, *describe_assumed(problem.request, recipe),
             *problem.framework.describe_open(recipe), *choice.assumptions,
-            *describe_host(recipe, choice.on_host), *assume_lengths(totals, recipe, device),
-            *describe_rollouts(recipe),
+            *describe_host(recipe, choice.on_host, problem.request.limits),
+            *assume_lengths(totals, recipe, device), *describe_rollouts(recipe),
         ),
         versions={"memfit": __version__},
         traffic=describe_traffic(totals, recipe),

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from memfit.core.system.collector import without_collecting
 from memfit.plan.frameworks import Framework, hinting
+from memfit.plan.memory.host_memory import find_host_excess
 from memfit.plan.questions.replanned import INEXACT, learns, replan_levers
 from memfit.plan.questions.shown_levers import replan_shown
 from memfit.plan.request.problem import Problem, read_problem
@@ -26,8 +27,8 @@ def search(problem: Problem, *, levers: bool = True) -> Plan:
 
     levers: False leaves out those of a plan that fits, which take most of the time.
 
-    Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`, and
-    InvalidRequest where no candidate is left.
+    Raises DoesNotFit where what fits would exceed `limits.time`, `limits.cost` or
+    `limits.host_memory`, and InvalidRequest where no candidate is left.
     """
     with hinting(problem.framework), without_collecting():
         plan, chosen = _find_best(problem)
@@ -77,7 +78,10 @@ def find_fitting(problem: Problem) -> Plan | None:
     brief = replace(problem, brief=True)
     with hinting(problem.framework), without_collecting():
         found = find_explorer(problem.framework).find_fitting(brief)
-        return None if found is None else found.plan
+        if found is None:
+            return None
+        _check_host(found.plan)
+        return found.plan
 
 
 def predict(problem: Problem, *, levers: bool = False) -> Plan:
@@ -87,7 +91,9 @@ def predict(problem: Problem, *, levers: bool = False) -> Plan:
     step that memfit does not run, what is left open takes the framework's own default.
     """
     with hinting(problem.framework):
-        return find_explorer(problem.framework).predict(problem, levers=levers)
+        plan = find_explorer(problem.framework).predict(problem, levers=levers)
+        _check_host(plan)
+        return plan
 
 
 def predict_request(request: Request) -> Plan:
@@ -111,4 +117,14 @@ def find_explorer(framework: Framework) -> Explorer:
 
 
 def _find_best(problem: Problem) -> Found:
-    return find_explorer(problem.framework).find_best(problem)
+    found = find_explorer(problem.framework).find_best(problem)
+    _check_host(found.plan)
+    return found
+
+
+def _check_host(plan: Plan) -> None:
+    """Raise DoesNotFit for a plan that fits its devices and not their hosts."""
+    held = plan.host.get("offloaded", 0)
+    excess = find_host_excess(plan.recipe, held, plan.request.limits)
+    if excess is not None and plan.memory.verdict != "does_not_fit":
+        raise excess
