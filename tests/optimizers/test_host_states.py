@@ -130,12 +130,12 @@ def test_the_search_puts_states_on_the_host_where_only_that_fits():
     assert enough.recipe == tight.recipe
     assert any(f"within `limits.host_memory: {held} B`" in text for text in enough.assumptions)
     for offload in ("auto", "optimizer"):
-        with pytest.raises(DoesNotFit, match=f"`offload: optimizer` keeps .* {held - 1} B"):
+        with pytest.raises(DoesNotFit, match=rf"`offload: optimizer` keeps .* {held - 1} B"):
             plan(offload, f"{least - 1} B", f"{held - 1} B")
     assert plan("auto", "4 GiB", "1 B").recipe.offload == "none"
     stated = api.state(enough)
     less = api.change(stated, {"limits.host_memory": f"{held - 1} B"})
-    with pytest.raises(DoesNotFit, match="limits.host_memory"):
+    with pytest.raises(DoesNotFit, match=r"limits\.host_memory"):
         api.predict(less)
 
 

@@ -351,7 +351,7 @@ def test_activations_on_the_host_are_chosen_offered_and_timed():
     least = {"offload": "auto", "limits.host_memory": f"{away.host['offloaded']} B"}
     assert plan(change(tight, least)).recipe == away.recipe
     least["limits.host_memory"] = f"{away.host['offloaded'] - 1} B"
-    with pytest.raises(DoesNotFit, match="`offload: activations` keeps .* and `limits.host_memo"):
+    with pytest.raises(DoesNotFit, match=r"`offload: activations` keeps .* and `limits.host_memo"):
         plan(change(tight, least))
     offered = [way for way in api.plan(tight).ways_out if way.changes == {"offload": "auto"}]
     assert [way.exact for way in offered] == [True]
