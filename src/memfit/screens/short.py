@@ -211,13 +211,17 @@ def _describe_levers(plan: Plan, few: int) -> list[str]:
     for row, name in zip(chosen, names, strict=True):
         saved = needs(row) - own
         nbytes = f"{'+' if saved > 0 else '-'}{units.show_bytes(abs(saved))}"
-        change = row.relative_time - 1
-        time = "as fast" if abs(change) < MATTERS / 10 else f"{change:+.1%} time"
+        time = _compare_time(row.relative_time) if plan.time.step_seconds else "time unknown"
         mark = "*" if is_inexact(row) else " "
         fits = f", on {row.mesh}" if row.mesh else ""
         fits += "" if row.fits else ", does not fit"
         lines.append(f"{name.ljust(width)} {mark} {nbytes.rjust(11)}, {time}{fits}")
     return lines
+
+
+def _compare_time(relative: float) -> str:
+    change = relative - 1
+    return "as fast" if abs(change) < MATTERS / 10 else f"{change:+.1%} time"
 
 
 def _type(changes: Mapping[str, Any]) -> str:
