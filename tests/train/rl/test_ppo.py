@@ -315,7 +315,8 @@ def test_policy_and_value_are_learned_one_after_the_other():
     one = replace(POLICY, num_iterations=1)
     iterate(built, make_learning(one, ValueSettings(), make_answers()), 0, observer=observer)
     assert seen == [
-        Phase.SCORE, Phase.REFERENCE, Phase.VALUES, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD,
+        Phase.SCORE, Phase.REFERENCE, Phase.VALUES,
+        *[Phase.FORWARD] * 2, Phase.LOSS, Phase.BACKWARD,  # the inputs', and the step's
         *[Phase.ACCUMULATE] * 3, Phase.OPTIMIZER_STEP,
     ]  # fmt: skip
     batch = make_batch()
