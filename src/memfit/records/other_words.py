@@ -428,3 +428,7 @@ def _describe(answer: Answer) -> str:
     others = f" (with {' and '.join(pairs[1:])})" if len(pairs) > 1 else ""
     line = f"that is {pairs[0]}{others} here"
     return f"{line}; {answer.note}" if answer.note else line
+
+
+# what each trainer's name means under `framework`, as hints
+TRAINERS = {name: _describe(answer) for name, answer in ELSEWHERE["framework"].items()}

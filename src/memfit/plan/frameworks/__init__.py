@@ -25,7 +25,7 @@ from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.ledger import Entry, Kind, Ledger, Phase
 from memfit.records.model import Model
-from memfit.records.other_words import describe_value
+from memfit.records.other_words import TRAINERS
 from memfit.records.recipe import Option, Parallel, Recipe
 from memfit.records.request import Request
 
@@ -289,7 +289,7 @@ def find_framework(name: str) -> Framework:
     try:
         return frameworks.find(name)
     except UnknownName as unknown:
-        unknown.hint = describe_value("framework", name) or unknown.hint
+        unknown.hint = TRAINERS.get(name.lower().replace("-", "_"), unknown.hint)
         raise
 
 
