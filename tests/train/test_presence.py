@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import suppress
+from ipaddress import ip_address
 from queue import Empty, SimpleQueue
 
 import pytest
@@ -102,3 +103,13 @@ def test_a_rank_that_does_not_come_and_one_that_cannot_be_reached(monkeypatch):
         watched(1, 2, store, print),
     ):
         pass
+
+
+def test_ranks_of_one_machine_are_reached_on_its_loopback_address_alone(monkeypatch):
+    for address in ("127.0.0.1", "localhost"):
+        monkeypatch.setenv("MASTER_ADDR", address)
+        with presence._listen(2) as door:
+            assert ip_address(door.getsockname()[0]).is_loopback
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # another machine's, as each has its own
+    with presence._listen(2) as door:
+        assert ip_address(door.getsockname()[0]).is_unspecified

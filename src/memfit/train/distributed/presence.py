@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from ipaddress import ip_address
 from typing import Any
 
 from memfit.core.errors import Error, RunFailed
@@ -131,6 +132,11 @@ def _wait_for_others(size: int, store: Any) -> dict[int, socket.socket]:
 
 
 def _listen(size: int) -> socket.socket:
+    """On the loopback address where ranks of one machine meet there, else on every network."""
+    family, *_, place = socket.getaddrinfo(os.environ["MASTER_ADDR"], 0, type=socket.SOCK_STREAM)[0]
+    address = str(place[0])
+    if ip_address(address).is_loopback:
+        return socket.create_server((address, 0), family=family, backlog=size)
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(
