@@ -30,16 +30,13 @@ from memfit.cli.options import (
 from memfit.cli.searching import OBJECTIVES, check_together, compare_offers, explain_why_not
 from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.files.flags import gather
+from memfit.records.other_words import TASKS
 
 if TYPE_CHECKING:
     from memfit.records.recipe import Recipe
     from memfit.records.request import Request
     from memfit.records.results import Certificate, Lever, Nearest, Plan
 
-TASKS = (  # of `task.objective`
-    "pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "kto", "reward", "grpo", "rloo",
-    "ppo", "online_dpo",
-)  # fmt: skip
 YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 
 

@@ -107,7 +107,7 @@ def _scale_backward(node: Node, grads: Incoming) -> Gradients:
 
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last dimension, which saves its result."""
-    return saving_result(pointwise, x)
+    return _saving_result(_pointwise_backward, x)
 
 
 def softmax_wide(x: Tensor) -> Tensor:
@@ -206,11 +206,10 @@ def _mean_backward(shape: Shape) -> Rule:
 
 def rsqrt(x: Tensor) -> Tensor:
     """`torch.rsqrt(x)`, which saves its result."""
-    return saving_result(_rsqrt_backward, autocast_upper(x))
+    return _saving_result(_rsqrt_backward, autocast_upper(x))
 
 
-def saving_result(rule: Rule, x: Tensor) -> Tensor:
-    """An elementwise operation that saves its result."""
+def _saving_result(rule: Rule, x: Tensor) -> Tensor:
     node = record(rule, (x,))
     result = attach(node, like(x))
     if node is not None:
@@ -274,25 +273,40 @@ def own_function(
 
 def tanh(x: Tensor) -> Tensor:
     """`torch.tanh(x)`, which saves its result."""
-    return saving_result(pointwise, x)
+    return _saving_result(_pointwise_backward, x)
 
 
 def relu(x: Tensor) -> Tensor:
     """`F.relu(x)`, which saves its result."""
-    return saving_result(pointwise, x)
+    return _saving_result(_pointwise_backward, x)
+
+
+def exp(x: Tensor) -> Tensor:
+    """`torch.exp(x)`, which saves its result."""
+    return _saving_result(_pointwise_backward, x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """`torch.sigmoid(x)`, which saves its result."""
+    return _saving_result(_pointwise_backward, x)
 
 
 def silu(x: Tensor) -> Tensor:
     """`F.silu(x)`: saves its input."""
-    return attach(record(pointwise, (x,), (x,)), like(x))
+    return attach(record(_pointwise_backward, (x,), (x,)), like(x))
 
 
 def gelu(x: Tensor) -> Tensor:
     """`F.gelu(x)`, exact or with tanh in one kernel: saves its input."""
-    return attach(record(pointwise, (x,), (x,)), like(x))
+    return attach(record(_pointwise_backward, (x,), (x,)), like(x))
 
 
-def pointwise(node: Node, grads: Incoming) -> Gradients:
+def softplus(x: Tensor) -> Tensor:
+    """`F.softplus(x)`: saves its input."""
+    return attach(record(_pointwise_backward, (x,), (x,)), like(x))
+
+
+def _pointwise_backward(node: Node, grads: Incoming) -> Gradients:
     """The derivative in one kernel, of the gradient and what was saved."""
     grad, saved = upstream(grads), node.unpack(0)
     return (like(grad, saved),)

@@ -22,6 +22,10 @@ class Answer(NamedTuple):
 
 
 Word = Callable[[Any], Answer]
+TASKS = (  # of `task.objective`
+    "pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "kto", "reward", "grpo", "rloo",
+    "ppo", "online_dpo",
+)  # fmt: skip
 NF4 = {"base_format": "nf4", "method": "lora"}
 INT8 = {"base_format": "int8", "method": "lora"}
 SCHEDULES = {
@@ -375,12 +379,10 @@ WORDS: dict[str, Word] = {
 _BUILDS = "{} builds on transformers' Trainer, and on TRL's of pairs and of sampled answers (`trl`)"
 _FILE = "`memfit check FILE` reads a file of its own"
 _SCRIPT = "`memfit check train.py` reads a script of its own"
-_OBJECTIVES = ("pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward", "grpo", "rloo", "ppo",
-               "online_dpo")  # fmt: skip
 # values that people write under a key whose own values are others
 ELSEWHERE: dict[str, dict[str, Answer]] = {
     "method": {
-        **{name: Answer({"task.objective": name}) for name in _OBJECTIVES},
+        **{name: Answer({"task.objective": name}) for name in TASKS},
         "peft": Answer({"method": "lora"}), "finetune": Answer({"method": "full"}),
         "full_finetuning": Answer({"method": "full"}),
     },

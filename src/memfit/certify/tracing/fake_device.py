@@ -152,9 +152,10 @@ def _grouped_product(
 
 @contextmanager
 def kernels_strides() -> Iterator[None]:
-    """What torch decomposes softplus's gradient into lies row-major; its kernels' result lies as
+    """Give softplus's gradient the strides of torch's kernels.
 
-    the gradient does, which decides whether the product behind it makes a copy.
+    What torch decomposes it into lies row-major; the kernels' result lies as the gradient does,
+    which decides whether the product behind it makes a copy.
     """
     from torch._decomp import decomposition_table  # which torch imports with its first fake tensor
 

@@ -8,28 +8,11 @@ from memfit.meta.elementwise import (
     attach,
     autocast_lower,
     like,
-    pointwise,
-    saving_result,
     upstream,
 )
 from memfit.meta.products import multiply_batched
 from memfit.meta.tensor import Shape, Tensor, empty
 from memfit.meta.views import reshape, view
-
-
-def exp(x: Tensor) -> Tensor:
-    """`torch.exp(x)`, which saves its result."""
-    return saving_result(pointwise, x)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """`torch.sigmoid(x)`, which saves its result."""
-    return saving_result(pointwise, x)
-
-
-def softplus(x: Tensor) -> Tensor:
-    """`F.softplus(x)`: saves its input."""
-    return attach(record(pointwise, (x,), (x,)), like(x))
 
 
 def cumulative_sum(x: Tensor) -> Tensor:

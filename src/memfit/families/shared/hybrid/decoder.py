@@ -24,7 +24,7 @@ from memfit.families.shared.forward import (
 from memfit.families.shared.hybrid.delta_rule import NAME
 from memfit.families.shared.weights import Rows, gated_rows, head, linear, norm_rows
 from memfit.meta import Tensor
-from memfit.meta.recurrent.operations import sigmoid
+from memfit.meta.elementwise import sigmoid
 from memfit.records.model import LINEAR, Architecture, Linear, Weight
 
 KINDS = {"linear_attention": LINEAR, "full_attention": ""}  # by their names in `layer_types`

@@ -12,16 +12,14 @@ from memfit import meta
 from memfit.families.shared.forward import Forward, Weights, module, project
 from memfit.meta import Meter, Tensor
 from memfit.meta.autograd import Region
+from memfit.meta.elementwise import exp, sigmoid, softplus
 from memfit.meta.recurrent.operations import (
     cast_row_major,
     convolve,
     cumulative_sum,
-    exp,
     matmul,
     pad,
     repeat_heads,
-    sigmoid,
-    softplus,
     solve_triangular,
     sum_last,
 )
