@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.certify import trace as trace_now
 from memfit.certify.tracing import fake_device
-from memfit.certify.tracing.fast_fake import FastFakeMode, _Answer
+from memfit.certify.tracing.fast_fake import Answers, FastFakeMode, _Answer
 from memfit.core.errors import NotCertified
 from memfit.records.hardware import Device
 from memfit.records.recipe import Freeze, Recipe
@@ -77,11 +78,55 @@ def test_a_wrong_answer_is_not_remembered(monkeypatch) -> None:
         return out
 
     monkeypatch.setattr(_Answer, "give", wider)
+    monkeypatch.setattr("memfit.certify.tracing.fake_device._KNOWN", {})
     assert trace(recipe, CPU) == right  # it is compared before it is remembered
     monkeypatch.setattr("memfit.certify.tracing.fast_fake._alike", lambda a, b: True)
     monkeypatch.setattr("memfit.certify.tracing.fake_device._PROVED", {})
+    monkeypatch.setattr("memfit.certify.tracing.fake_device._KNOWN", {})
     with pytest.raises(NotCertified, match="does not imitate"):
         trace(recipe, CPU)
+
+
+def count_asked(monkeypatch, recipe: Recipe) -> int:
+    """How often a trace of it asks torch."""
+    asked = []
+    plain = FakeTensorMode.__torch_dispatch__
+
+    def ask(*arguments: Any) -> Any:
+        asked.append(arguments[1])
+        return plain(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeTensorMode, "__torch_dispatch__", ask)
+        trace(recipe, CPU)
+    return len(asked)
+
+
+def test_a_trace_asks_torch_what_no_earlier_one_has_asked(monkeypatch) -> None:
+    monkeypatch.setattr("memfit.certify.tracing.fake_device._KNOWN", {})
+    first = count_asked(monkeypatch, make_recipe())
+    assert count_asked(monkeypatch, make_recipe(accumulation=2)) < first / 4
+    assert count_asked(monkeypatch, make_recipe(sequence_length=40)) > first / 3
+
+
+def test_what_is_remembered_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr("memfit.certify.tracing.fast_fake.MOST", 3)
+    with FastFakeMode() as mode:
+        for rows in range(1, 9):
+            assert (torch.empty(rows, 2) * 2).shape == (rows, 2)
+            assert len(mode.remembered) <= 3
+
+
+def test_the_choice_of_a_kernel_is_remembered_with_the_kernels_that_may_be_chosen() -> None:
+    """torch chooses by switches that are no argument."""
+    known: Answers = {}
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(kernel), FastFakeMode() as mode:
+            mode.remembered = known
+            x = torch.empty(1, 2, 8, 16)
+            torch._fused_sdp_choice(x, x, x, is_causal=True)
+    choice = id(torch.ops.aten._fused_sdp_choice.default)
+    assert len([key for key in known if key[0] == choice]) == 2
 
 
 def metadata(tensor: torch.Tensor) -> tuple:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from memfit.certify.evidence.self_check import HEAD_DIM, Proof, check_imitation
 from memfit.certify.tracing.cuda_guard import cuda_hooks, install_guard
 from memfit.certify.tracing.cuda_kernels import cuda_kernels
-from memfit.certify.tracing.fast_fake import FastFakeMode
+from memfit.certify.tracing.fast_fake import Answers, FastFakeMode
 from memfit.certify.tracing.partitioned import Partitioned
 from memfit.core.errors import NotCertified
 from memfit.meta.attending.kernels import Heads, refusal
@@ -70,17 +70,23 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
             stack.enter_context(cuda_kernels(device))
         stack.enter_context(_backward_on_this_thread())
         mode = stack.enter_context(FastFakeMode())
+        mode.remembered = _KNOWN.setdefault(_like(device), {})
         mode.proofs = _prove(device, kind)
         yield mode
 
 
-# What this process has proved of torch's imitation, by what it reads of a device.
-_PROVED: dict[tuple[str, tuple[int, int] | None], tuple[Proof, ...]] = {}
+_Like = tuple[str, tuple[int, int] | None]  # what the imitation of a device reads of it
+_PROVED: dict[_Like, tuple[Proof, ...]] = {}  # what this process has proved of torch's imitation
+_KNOWN: dict[_Like, Answers] = {}  # what operators return there: learned in one trace, or another
+
+
+def _like(device: Device) -> _Like:
+    return device.platform, device.capability
 
 
 def _prove(device: Device, kind: str) -> tuple[Proof, ...]:
     """The self-check inside the fake device, once in a process for all devices that are alike."""
-    like = (device.platform, device.capability)
+    like = _like(device)
     if like not in _PROVED:
         flash = not refusal("flash", "bfloat16", Heads(HEAD_DIM), capability=device.capability)
         _PROVED[like] = check_imitation(kind, flash=flash)

@@ -1,8 +1,9 @@
 """FakeTensorMode that remembers what an operator returned for arguments of the same metadata.
 
-A step runs the same block dozens of times. torch's own cache of fake results takes most of a
-trace's time to compute its keys, because it serves symbolic shapes and subclasses too; here only
-plain fake tensors are described. Whatever is not plain goes to torch, as ever.
+A step runs the same block dozens of times, and a process traces alike steps. torch's own cache of
+fake results takes most of a trace's time to compute its keys, because it serves symbolic shapes and
+subclasses too; here only plain fake tensors are described. Whatever is not plain goes to torch, as
+ever.
 """
 
 from __future__ import annotations
@@ -26,14 +27,45 @@ _PLAIN = frozenset(
 _KNOWN = ("aten", "bitsandbytes", "mkldnn", "torch_attn")
 _SEVERAL = (tuple, list)  # what holds the outputs of an operator that has several
 # whose arguments say all, though none of them is a tensor
-_FACTORIES = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default})
+_FACTORIES = frozenset(
+    {
+        torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default,
+        torch.ops.aten.zeros.default, torch.ops.aten.ones.default,
+        torch.ops.aten.scalar_tensor.default,
+    }
+)  # fmt: skip
 _HIDDEN_INPUTS = frozenset(
     {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 )  # the result, or an argument's shape, depends on more than the arguments' metadata
+# whose results depend on which kernels of attention are switched on: a trace's own choice
+_BY_KERNELS = frozenset(
+    id(operator)
+    for operator in (
+        torch.ops.aten._fused_sdp_choice.default,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    )
+)  # fmt: skip
+# names for a profiler, which FSDP2 gives its parts: nothing of them is a tensor
+_PROFILED = frozenset(
+    id(operator)
+    for operator in (
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    )
+)
+MOST = 2**14  # answers that are shared by the traces of a process: about 50 MB
+_OPERATORS: dict[int, Any] = {}  # those of the keys, whose identities stay theirs
 
+_ENABLED: tuple[Callable[[], bool], ...] = (
+    torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled, torch._C._get_math_sdp_enabled, torch.is_grad_enabled,
+)  # fmt: skip
 _count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 _no_dispatch: Any = torch._C._DisableTorchDispatch
+
+
+Answers = dict[Hashable, "_Answer | None"]  # None: ask torch each time
 
 
 class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -44,8 +76,8 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.proofs: tuple[Proof, ...] = ()  # what was checked of this torch before it is used
         # operators whose results depend on values -> what a trace takes them as, of mode, arguments
         self.rules: dict[Any, Callable[..., Any]] = {}
-        self.remembered: dict[Hashable, _Answer | None] = {}  # None: ask torch each time
-        self._known: list[Any] = []  # the operators of the keys, whose identities stay theirs
+        # shared by modes under which devices are imitated alike
+        self.remembered: Answers = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -62,6 +94,9 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """The operator's outputs: remembered, or torch's, which are then remembered."""
         if self.rules and func in self.rules:
             return self.rules[func](self, *args, **(kwargs or {}))
+        if id(func) in _PROFILED:
+            with _no_dispatch():
+                return func(*args, **(kwargs or {}))
         tensors: list[FakeTensor] = []
         key = self._describe_call(func, args, kwargs, tensors)
         if key is None:
@@ -71,8 +106,10 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return answer.give(self, tensors)
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
         if key not in self.remembered:
+            if len(self.remembered) >= MOST:
+                self.remembered.clear()
             self.remembered[key] = _learn(self, func, tensors, out)
-            self._known.append(func)
+            _OPERATORS[id(func)] = func
         return out
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -103,6 +140,8 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         described: list[Any] = [
             id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled(),
         ]  # fmt: skip
+        if id(func) in _BY_KERNELS:
+            described += (enabled() for enabled in _ENABLED)
         plain = self._describe(args, described, tensors)
         if plain and kwargs:
             described += kwargs
@@ -144,7 +183,8 @@ class _Output:
     def __init__(self, value: Any, tensors: Sequence[FakeTensor]) -> None:
         """Raises ValueError for what `give` could not repeat."""
         self.argument, self.constant, self.shape = -1, None, None
-        self.attributes: dict[str, Any] = {}  # of the first tensor given, as torch set them
+        # of the first tensor given, as torch set them, but for its mode
+        self.attributes: dict[str, Any] = {}
         if type(value) is not FakeTensor:
             if value is not None and type(value) is not int:
                 raise ValueError
@@ -176,14 +216,14 @@ class _Output:
             new.set_(storage, self.offset, self.shape, self.stride)
         if not self.attributes:
             made = FakeTensor(mode, new, self.device)
-            self.attributes = dict(made.__dict__)
+            self.attributes = {k: v for k, v in made.__dict__.items() if k != "fake_mode"}
             return made
         # The same without the constructor's checks, which take a fifth of a trace.
         made = Tensor._make_subclass(
             FakeTensor, new, False, dispatch_device=True, device_for_backend_keys=self.device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
-        made.__dict__.update(self.attributes)
+        made.__dict__.update(self.attributes, fake_mode=mode)
         return made
 
 
