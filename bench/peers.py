@@ -187,18 +187,20 @@ def plan(job: Job) -> Any:
 
 def chosen(recipe: Any) -> dict[str, Any]:
     """What of a recipe a plan chose here."""
-    knobs = "loss", "loss_chunk", "lean", "recompute_blocks", "attention", "compile"
+    knobs = "loss", "loss_chunk", "lean", "recompute_blocks", "attention", "compile", "allocator"
     return {name: getattr(recipe, name) for name in knobs}
 
 
 def memfit(turns: Turns, job: Job) -> None:
     import torch
 
+    from memfit.train.measure.resident import settle_heap
     from memfit.train.model.weights import fill_weights
     from memfit.train.step.build import Built, build_model, build_optimizer
     from memfit.train.step.step import Batch, step
 
     recipe = plan(job)
+    settle_heap(recipe)  # as `memfit train` does; the others have what glibc does by itself
     model = build_model(recipe, "cpu")
     fill_weights(model, recipe)
     built = Built(recipe, model, build_optimizer(recipe, model))

@@ -225,12 +225,15 @@ def test_a_fraction_of_the_device_is_what_torch_allows_itself() -> None:
     assert read_settings("per_process_memory_fraction:1").allowed is None
 
 
-def test_a_cpu_has_no_allocator_to_set() -> None:
+def test_a_cpu_has_other_settings_than_a_gpu() -> None:
     cpu, gpu = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
-    check_allocator("", cpu)
+    for text in ("", "keep_freed:True", "keep_freed:False"):
+        check_allocator(text, cpu)
     check_allocator("expandable_segments:True", gpu)
-    with pytest.raises(InvalidRequest, match=r"expandable_segments:True.*cpu-x86"):
+    with pytest.raises(InvalidRequest, match=r"expandable_segments:True.*keep_freed:True"):
         check_allocator("expandable_segments:True", cpu)
+    with pytest.raises(InvalidRequest, match="keep_freed"):
+        check_allocator("keep_freed:True", gpu)
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,12 @@ MODEL = {
 }  # fmt: skip
 
 
-def write_request(folder: Path, memory: str) -> Path:
+def write_request(folder: Path, memory: str, allocator: str = "") -> Path:
     (folder / "data.txt").write_text("a few words of text that a tokenizer can learn from\n" * 4000)
     request = {
         "model": MODEL, "weights": "random", "precision": "fp32", "limits": {"memory": memory},
         "hardware": {"device": "cpu"}, "method": "full", "micro_batch": 16, "recompute": "none",
-        "loss": "plain", "optimizer": {"name": "adamw"},
+        "loss": "plain", "optimizer": {"name": "adamw"}, "allocator": allocator,
         "task": {
             "data": str(folder / "data.txt"), "sequence_length": 256, "global_batch": 16,
             "steps": 2,
@@ -63,14 +63,17 @@ print(before, while_alive, after, seen.peak)
 
 @LINUX
 @pytest.mark.slow
-def test_a_run_lives_within_its_limit_and_holds_what_was_predicted(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_lives_within_its_limit_and_holds_what_was_predicted(
+    tmp_path, monkeypatch, kept
+) -> None:
     """All processes of `memfit train` together; where control groups can be made, in one.
 
     The watcher looks every few milliseconds, and later on a busy machine, so that it may miss an
     instant at which the run counted its own peak: then the run is made once more.
     """
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
-    request = write_request(tmp_path, "1 GiB")
+    request = write_request(tmp_path, "1 GiB", f"keep_freed:{kept}")
     for attempt in range(ATTEMPTS):
         folder = tmp_path / f"run-{attempt}"
         command = [sys.executable, "-m", "memfit", "train", str(request), "--folder", str(folder)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from memfit.allocator.heap import keeps_freed
 from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.core.units import GIB, MIB
 from memfit.records import Record
@@ -105,12 +106,10 @@ def read_settings(
 
 def check_allocator(text: str, device: Device) -> None:
     """Raise InvalidRequest when a recipe for this device cannot have these settings."""
-    if text and device.is_cpu:
-        raise InvalidRequest(
-            f"`allocator` is `{text}`, and `{device.id}` has no CUDA allocator",
-            hint="leave `allocator` out",
-        )
-    read_settings(text)
+    if device.is_cpu:
+        keeps_freed(text)
+    else:
+        read_settings(text)
 
 
 def _split(text: str) -> dict[str, str]:

@@ -176,7 +176,7 @@ KEYS = {
     "parallel.virtual_pp": "pieces of the model that one pp device holds",
     "parallel.ep": "expert parallelism: devices of dp_shard that divide a mixture's experts",
     "parallel.ep_imbalance": "tokens that a device may receive for its experts, over an even share",
-    "allocator": "settings of the CUDA allocator as in PYTORCH_ALLOC_CONF; empty: its defaults",
+    "allocator": "as in PYTORCH_ALLOC_CONF; on a CPU keep_freed:True (fast) or keep_freed:False",
     "hardware": "on what to train",
     "hardware.device": "catalogue name (`memfit devices`); auto: this machine",
     "hardware.count": "devices per node",

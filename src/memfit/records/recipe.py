@@ -293,7 +293,7 @@ class Recipe(Record, frozen=True, kw_only=True):
     device: str  # a catalogue id
     seed: int
     parallel: Parallel = Parallel()
-    allocator: str = ""  # in the syntax of PYTORCH_ALLOC_CONF; "" takes torch's defaults
+    allocator: str = ""  # as in PYTORCH_ALLOC_CONF; "" takes torch's defaults, on a CPU none
     recompute: Recompute = "full"  # what is computed again in a recomputed block
     qat: Qat = ""  # what weights of blocks are rounded to in every product, as they will be stored
     lean: tuple[Lean, ...] = ()  # operations of blocks that keep less, in the order of `LEAN`

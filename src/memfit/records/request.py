@@ -268,7 +268,7 @@ class Request(Record, frozen=True, kw_only=True):
     framework: str = OWN_STEP
     options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
     parallel: Literal["auto"] | Parallel = "auto"
-    allocator: str = ""  # as in PYTORCH_ALLOC_CONF, such as "expandable_segments:True"
+    allocator: str = ""  # as in PYTORCH_ALLOC_CONF ("expandable_segments:True"); "keep_freed:True"
     hardware: Hardware = Hardware()
     limits: Limits = Limits()
     run: RunRequest = RunRequest()

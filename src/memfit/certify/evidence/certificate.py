@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
 from memfit.allocator.caching import Replay, replay
+from memfit.allocator.heap import Held, hold_freed, keeps_freed
 from memfit.allocator.settings import Settings, check_allocator, read_settings
 from memfit.base_formats import find_base_format
 from memfit.catalog.overheads import Overhead, find_outside
@@ -74,7 +75,8 @@ def make_certificate(
     rank, which = _choose_rank(recipe, device, rank)
     check_allocator(recipe.allocator, device)
     memory_driver = device.memory_driver or Settings().device_memory
-    settings = read_settings(recipe.allocator, device_memory=memory_driver)
+    of_cuda = "" if device.is_cpu else recipe.allocator
+    settings = read_settings(of_cuda, device_memory=memory_driver)
     later = None
     if recipe.parallel.world == 1 and not recipe.scores:  # a score head says nothing
         import_for(recipe)  # once, and not in the fork again
@@ -86,6 +88,8 @@ def make_certificate(
     if imported is not None:
         device = device.with_context(imported)
     memory, phases, bounds = _judge_trace(trace, device, settings, usable, recipe.parallel)
+    if device.is_cpu and keeps_freed(recipe.allocator):
+        memory = _on_cpu(trace, device, usable, recipe.parallel, hold_freed(trace.tape))
     memory = doubt_other_lengths(recipe, device, memory, "traced")
     generation, phases_later = None, dict[Phase, int]()
     if later is not None:
@@ -238,10 +242,12 @@ def peaks_by_phase(trace: Trace, replayed: Replay) -> dict[Phase, int]:
     return {phase: peaks[phase] for phase in Phase if phase in peaks}
 
 
-def _on_cpu(trace: Trace, device: Device, usable: int | None, parallel: Parallel) -> Memory:
+def _on_cpu(
+    trace: Trace, device: Device, usable: int | None, parallel: Parallel, held: Held | None = None
+) -> Memory:
     because = f"live tensors of {_what(trace)} on fake tensors, in a process"
     alone = parallel.world == 1 and Phase.GENERATE not in trace.phases
-    return describe_process(trace.ledger, device, usable, because, prepared=alone)
+    return describe_process(trace.ledger, device, usable, because, prepared=alone, held=held)
 
 
 def _on_cuda(

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from memfit.adapters import find_adapter
 from memfit.adapters.shared.reference_copy import copied_rows
 from memfit.allocator.caching import replay as run_allocator
+from memfit.allocator.heap import Held, hold_freed
 from memfit.allocator.quick import Ask, is_quick, replay_quickly
 from memfit.allocator.settings import Settings, read_settings
 from memfit.allocator.tape import FREED, Line
@@ -101,6 +102,18 @@ def has_tape(recipe: Recipe, device: Device) -> bool:
     Loops of too many turns make a tape too long.
     """
     return not device.is_cpu and recipe.offload != "parameters" and not _is_long(recipe)
+
+
+def keeps_tape(recipe: Recipe) -> bool:
+    """Whether what a CPU's heap keeps of this recipe's run is known, event by event."""
+    alone = recipe.parallel.world == 1 and not recipe.samples
+    return recipe.is_own and alone and not _is_long(recipe)
+
+
+@lru_cache(maxsize=512)
+def hold_run(model: Model, recipe: Recipe, device: Device) -> Held:
+    """What the simulated run holds on a CPU whose heap keeps freed blocks; only of `keeps_tape`."""
+    return hold_freed(write_tape(model, recipe, device).events)
 
 
 def _is_long(recipe: Recipe) -> bool:
@@ -260,7 +273,8 @@ class _Writer:
     def _begin_products(self) -> None:
         """The first product of a thread takes cuBLAS's workspace."""
         self.threads -= 1
-        self.hold(product_workspace(self.device))
+        if not self.device.is_cpu:
+            self.hold(product_workspace(self.device))
 
     def _begin(self, meter: Meter, start: int = 0) -> Playing:
         """Number the storages of a recording's events, which are then played."""

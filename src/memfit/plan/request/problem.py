@@ -12,6 +12,7 @@ from memfit import catalog, families
 from memfit.adapters.shared.projections import choose_targets
 from memfit.adapters.shared.quantised_base import check_base
 from memfit.adapters.shared.stored import check_stored, is_stored
+from memfit.allocator.heap import KEEPING, keeps_freed
 from memfit.allocator.settings import check_allocator
 from memfit.base_formats import find_base_format
 from memfit.catalog import links
@@ -432,17 +433,37 @@ def first_recipe(
         steps=count_steps(request, length, packed).steps,
         device=problem.device.id,
         seed=request.seed,
-        allocator=request.allocator,
+        allocator=_allocator(request, problem.device),
         devices_per_node=request.hardware.count if request.hardware.nodes > 1 else 0,
         network=find_network(request),
         quantisation=find_quantisation(request, base if method == "lora" else "bf16"),
     )
     check_offload(made, cpu=problem.device.is_cpu)
+    if problem.device.is_cpu and made.allocator:
+        _check_keeping(made)
     if is_stored(made.reward.adapter_folder):
         check_stored(made)
     check_compiled(problem.model, made)
     check_ranks(made)
     return made
+
+
+def _allocator(request: Request, device: Device) -> str:
+    """Of a recipe: equal ones have equal digests, whatever was written out."""
+    if not device.is_cpu:
+        return request.allocator
+    return KEEPING if keeps_freed(request.allocator) else ""
+
+
+def _check_keeping(recipe: Recipe) -> None:
+    """Raise InvalidRequest where it is not known what a heap would keep."""
+    ranks = recipe.parallel.world
+    if ranks > 1 or recipe.samples:
+        what = f"{ranks} ranks" if ranks > 1 else f"`task.objective: {recipe.objective}`"
+        raise InvalidRequest(
+            f"`allocator: {KEEPING}` and {what}: what such a run's heap keeps is not predicted",
+            hint="leave `allocator` out, which gives freed memory back",
+        )
 
 
 def find_quantisation(request: Request, base_format: str) -> Quantisation:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
+from memfit.allocator.heap import BELOW, Held, keeps_freed
 from memfit.plan.frameworks import NO_SLACK, Slack
 from memfit.plan.memory.host_memory import find_host_excess, shards_on_host
 from memfit.plan.memory.predicted_memory import (
@@ -22,7 +23,7 @@ from memfit.plan.memory.predicted_memory import (
     without_shape,
 )
 from memfit.plan.memory.process import describe_process, find_process
-from memfit.plan.memory.tape import Replayed, has_tape, replay_run
+from memfit.plan.memory.tape import Replayed, has_tape, hold_run, replay_run
 from memfit.plan.memory.verdict import (
     REPLAY,
     SAMPLED,
@@ -175,7 +176,9 @@ class Candidate:
         device = self.problem.device
         if device.is_cpu:
             alone = self.recipe.parallel.world == 1
-            return describe_process(self.ledger, device, usable, because, prepared=alone)
+            return describe_process(
+                self.ledger, device, usable, because, prepared=alone, held=self._held(None)
+            )
         memory = describe_memory(self.ledger, device, usable, because, self.needed)
         return at_other_lengths(self.recipe, device, memory)
 
@@ -271,7 +274,17 @@ class Candidate:
     def _process(self, peak: int) -> Needed:
         """The band of a run on a CPU."""
         alone = self.recipe.parallel.world == 1
-        return find_process(peak, self.problem.device, prepared=alone)
+        held = self._held(None if peak == self.__dict__.get("peak") else peak)
+        return find_process(peak, self.problem.device, prepared=alone, held=held)
+
+    def _held(self, peak: int | None) -> Held | None:
+        """What a heap that keeps freed blocks comes to; about, for another peak than its own."""
+        if not keeps_freed(self.recipe.allocator):
+            return None
+        if peak is not None:
+            return Held(peak, 0, min(peak, BELOW) // 2)
+        timeless = replace(self.recipe, steps=0, seed=0)
+        return hold_run(self.model, timeless, self.problem.device)
 
     @cached_property
     def peak(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+from msgspec.structs import replace
+
 from memfit.core import units
 from memfit.plan.questions.replanned import learns
 from memfit.plan.request.meshes import describe_mesh
@@ -37,7 +39,9 @@ def list_considered(chosen: Candidate, tried: list[Candidate]) -> tuple[Consider
     Of a brief plan the chosen one alone.
     """
     tried = [] if chosen.problem.brief else tried
-    others = {_knobs(c): c for c in tried if c.recipe != chosen.recipe}
+    own = chosen.recipe.allocator  # decided last, of the chosen one alone
+    alike = [replace(c.recipe, allocator=own) == chosen.recipe for c in tried]
+    others = {_knobs(c): c for c, same in zip(tried, alike, strict=True) if not same}
     fitting: list[Candidate] = []
     failing: list[Candidate] = []
     for c in _by_time(others.values()):

@@ -97,7 +97,9 @@ def changed(old: Recipe, new: Recipe, layers: int) -> dict[str, Any]:
 def turn(problem: Problem, recipe: Recipe) -> Iterator[Lever]:
     """Every lever that applies, those that leave what is learned alone first."""
     layers = problem.model.architecture.layers
-    for other in (*_exact(problem, recipe, layers), *_inexact(problem, recipe)):
+    for made in (*_exact(problem, recipe, layers), *_inexact(problem, recipe)):
+        heap = recipe.allocator if problem.device.is_cpu else made.allocator  # decided last
+        other = replace(made, allocator=heap)
         refusals = (
             why_not_offloaded(other, cpu=problem.device.is_cpu),
             why_not_compiled(problem.model, other),

@@ -31,7 +31,7 @@ from memfit.train.distributed.gloo import without_gloo
 from memfit.train.measure.cuda_allocator import set_allocator
 from memfit.train.measure.live import LiveBytes
 from memfit.train.measure.observer import Observer
-from memfit.train.measure.resident import INTERVAL, Resident, give_back_freed
+from memfit.train.measure.resident import INTERVAL, Resident, settle_heap
 from memfit.train.model.weights import fill_weights
 from memfit.train.run.drift import Counters
 from memfit.train.run.machine import describe_environment
@@ -457,7 +457,7 @@ def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
     recipe = replace(recipe, weights="random")
     if place.type == "cuda":
         return _measure(recipe, Meter(place, compiled=recipe.compile == "blocks"), steps)
-    give_back_freed()
+    settle_heap(recipe)
     with Resident() as resident:
         meter = Meter(place, compiled=recipe.compile == "blocks", resident=resident)
         return _measure(recipe, meter, steps)

@@ -7,18 +7,31 @@ imported libraries, of tensors, and whatever the C library's allocator does not 
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
+import time
+from collections.abc import Callable
 
+from memfit.allocator.heap import BELOW, keeps_freed
 from memfit.core.system.memory import read_anonymous as read_anonymous
-from memfit.core.units import KIB
+from memfit.core.units import GIB, KIB
+from memfit.records.recipe import Recipe
 
-# mallopt(3): glibc's own first threshold; naming it stops glibc from raising it to 32 MiB, above
-# which freed tensors would stay in its heap
-THRESHOLDS = {"M_TRIM_THRESHOLD": (-1, 128 * KIB), "M_MMAP_THRESHOLD": (-3, 128 * KIB)}
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
+AT_ONCE = 128 * KIB  # glibc's own first threshold, which it raises where none is named
+NEVER = 2 * GIB - 1  # the end of the heap is not given back: the largest C int
+PAUSE = 1.0  # seconds between two of giving back what is free
 INTERVAL = 0.02  # seconds between two looks at the process
 # what a run has imported when its first tensor is made
 TRAINING = ("memfit.train.run.loop", "memfit.train.data.tokenizer")
 ADAPTERS = "peft"  # and, with adapters, this
+
+
+def settle_heap(recipe: Recipe) -> bool:
+    """Make glibc keep or give back freed tensors of a CPU, as the recipe says; whether it does."""
+    if keeps_freed(recipe.allocator):
+        return _set(M_MMAP_THRESHOLD, BELOW) and _set(M_TRIM_THRESHOLD, NEVER)
+    return give_back_freed()
 
 
 def give_back_freed() -> bool:
@@ -28,18 +41,33 @@ def give_back_freed() -> bool:
     that a process holds its live tensors and no more. The price: the kernel clears the pages of
     every new tensor.
     """
+    return _set(M_TRIM_THRESHOLD, AT_ONCE) and _set(M_MMAP_THRESHOLD, AT_ONCE)
+
+
+def _set(parameter: int, value: int) -> bool:
+    found = _glibc("mallopt")
+    return found is not None and bool(found(parameter, value))
+
+
+def _glibc(name: str) -> Callable[..., int] | None:
+    """A function of glibc; None where the C library is another one."""
     try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # not glibc
-        return False
-    return all([mallopt(number, value) for number, value in THRESHOLDS.values()])
+        found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError):
+        return None
+    return found
 
 
 class Resident:
-    """The highest anonymous bytes of this process while it is open, looked up all the time."""
+    """The highest anonymous bytes of this process while it is open, looked up all the time.
 
-    def __init__(self, interval: float = INTERVAL) -> None:
+    most: bytes beyond which the pages of freed blocks go back to the system, so that a heap that
+    keeps them stays within what is certified.
+    """
+
+    def __init__(self, interval: float = INTERVAL, *, most: int | None = None) -> None:
         self.peak = read_anonymous() or 0
+        self._most, self._trim, self._trimmed = most, _glibc("malloc_trim"), -math.inf
         self._interval = interval
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -57,8 +85,17 @@ class Resident:
 
     def note(self) -> int:
         """The highest so far, this instant included."""
-        self.peak = max(self.peak, read_anonymous() or 0)
+        now = read_anonymous() or 0
+        self.peak = max(self.peak, now)
+        if self._most is not None and now > self._most:
+            self._give_back()
         return self.peak
+
+    def _give_back(self) -> None:
+        """At most once a second: where tensors themselves are too large, it would help nothing."""
+        if self._trim is not None and time.monotonic() - self._trimmed > PAUSE:
+            self._trim(0)
+            self._trimmed = time.monotonic()
 
     def _look(self) -> None:
         while not self._stop.wait(self._interval):

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from memfit import catalog
+from memfit.allocator.heap import keeps_freed
 from memfit.core.errors import DoesNotFit, InvalidRequest, RunFailed
 from memfit.families import read_model
 from memfit.optimizers.shared.groups import set_rate
@@ -66,7 +67,7 @@ from memfit.train.measure.counters import (
     start_device,
     synthetic_micro,
 )
-from memfit.train.measure.resident import Resident, give_back_freed
+from memfit.train.measure.resident import Resident, settle_heap
 from memfit.train.model.quantised import count_outliers
 from memfit.train.model.weights import fill_weights
 from memfit.train.rl.online import (
@@ -139,8 +140,8 @@ def train(
     first = ranks.rank == 0
     device = catalog.find_device(recipe.device)
     if device.is_cpu:
-        give_back_freed()
-    counted = Resident() if device.is_cpu else None
+        settle_heap(recipe)
+    counted = _count_resident(recipe, certificate) if device.is_cpu else None
     with (
         locked(folder) if first else nullcontext(),
         Interrupts() as interrupts,
@@ -199,6 +200,12 @@ def train(
             session.progress.note(note)
         with explained_loss():
             return _run(session, predicted_seconds)
+
+
+def _count_resident(recipe: Recipe, certificate: Certificate | None) -> Resident:
+    """What counts a CPU's pages, and gives free ones back that are more than is certified."""
+    bounded = certificate is not None and keeps_freed(recipe.allocator)
+    return Resident(most=certificate.memory.total_high if certificate and bounded else None)
 
 
 def _open_habits(session: Session) -> None:
