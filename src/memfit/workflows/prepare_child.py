@@ -164,7 +164,10 @@ def _measure_imports(request: Request, environment: Mapping[str, str]) -> Import
     def start(lean: bool) -> Callable[[], int | None]:
         return import_memory.start_measuring(environment, adapters=adapters, lean=lean)
 
-    start(not may_quantise(request))()  # before this process imports: a limit counts them both
+    # Both, where the plan chooses the base, and before this process imports: a limit counts them.
+    lean = not may_quantise(request)
+    for way in sorted({lean, lean or request.base_format == "auto"}):
+        start(way)()
     return lambda lean: start(lean)()
 
 
