@@ -186,6 +186,15 @@ def certified_here():
 
 
 @pytest.fixture
+def few_ways_out(monkeypatch):
+    """A plan's ways out are its knobs, limits, other methods and the host's memory meanwhile: more
+    and larger devices and shorter rows are most of the plans that are tried, and tests about one
+    way need none of them."""
+    for name in ("_in_flight", "_counts", "_larger", "_rows"):
+        monkeypatch.setattr(ways_out, name, lambda *_: ())
+
+
+@pytest.fixture
 def tensors_alone(monkeypatch):
     """Limits on a CPU are of live tensors meanwhile, so that a search is held to the byte."""
     nothing = Overhead(low=0, typical=0, high=0, source="the test", verified=True)

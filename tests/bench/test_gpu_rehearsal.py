@@ -21,11 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 from on_gpu import join, marked, pack, paths, recordings, run  # noqa: E402
 from on_gpu.rows import Place, Rows, Unit, read_rows  # noqa: E402
-from on_gpu.slices import NAMES  # noqa: E402
+from on_gpu.slices import NAMES, SLICES, list_units, measure  # noqa: E402
 
 COMMAND = [sys.executable, "-W", "ignore", str(ROOT / "bench" / "on_gpu"), "--device", "cpu"]
-# units in processes of their own and in the command's; `make test-wide` has every slice
-SHORT = ("recipes", "allocator")
 SEVERAL = ("allocator", "rates", "kernels")  # whose twins have more than one unit
 
 
@@ -82,7 +80,7 @@ def read(path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a worker dies with its parent on Linux")
 @pytest.mark.parametrize(("killed", "names"), [
-    pytest.param(("allocator",), SHORT, id="the second of several"),
+    pytest.param(("allocator",), ("allocator",), id="the second of several"),
     pytest.param(NAMES, NAMES, marks=pytest.mark.wide, id="every slice"),
 ])  # fmt: skip
 def test_the_rehearsal_goes_on_where_it_was_killed(killed, names, tmp_path):
@@ -102,8 +100,19 @@ def test_the_rehearsal_goes_on_where_it_was_killed(killed, names, tmp_path):
     assert all(row["rehearsal"] for row in rows)
     assert "every unit has its row" in said
     assert len(list(tmp_path.iterdir())) <= 8
-    (recipe,) = (row for row in rows if row["slice"] == "recipes")
-    assert recipe["measured"]["peak_allocated"] == recipe["certified"]["peak_allocated"]
+    for row in (row for row in rows if row["slice"] == "recipes"):
+        assert row["measured"]["peak_allocated"] == row["certified"]["peak_allocated"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
+def test_a_recipe_is_rehearsed_and_holds_what_is_certified(tmp_path):
+    """In this process; `make test-wide` has every slice, each unit in a process of its own."""
+    place = Place("cpu", "cpu-x86", tmp_path)
+    (unit,) = list_units(SLICES[0], place)
+    row = measure("recipes", unit.name, place)
+    assert "failed" not in row, row
+    assert row["measured"]["peak_allocated"] == row["certified"]["peak_allocated"] > 0
 
 
 def test_a_row_that_was_cut_is_measured_again_and_what_was_skipped_is_tried_again(tmp_path):

@@ -143,6 +143,7 @@ def test_check_answers_what_the_export_claims(target, names, tmp_path):
 
 
 @pytest.mark.ways_out
+@pytest.mark.usefixtures("few_ways_out")
 @pytest.mark.parametrize(("target", "asked"), [
     ("trl", {"model": "qwen3-8b", "hardware": {"device": "a100-sxm-80"}}),
     pytest.param("axolotl", {"model": "qwen3-8b", "hardware": {"device": "rtx-4090"}},

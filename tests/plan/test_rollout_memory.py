@@ -139,7 +139,7 @@ CASES = {
     "glm4_moe, lora": ("glm4_moe", WITH_KL),
 }  # fmt: skip
 WINDOWS = {"gemma3_text": {"sliding_window": 15}}
-SHORT = {"max_completion_length": 10}
+SHORT = {"max_completion_length": 4}
 LONG = ("llama, dora", "llama, nf4")  # which show what steps of a long answer add
 # whose parts another family of these has, too
 ALIKE = (
@@ -215,10 +215,13 @@ WITHIN = {
     "grpo": ("llama, full", {}), "several updates": ("llama, full, several updates", {}),
     "rloo": ("llama, lora, chunked", ADAPTED), "pairs": ("llama, pairs, full", MIXED),
 }  # fmt: skip
+OF_OTHERS = ("ppo, lora", "grpo")  # an adapter as of "rloo", whole weights as of "several updates"
 
 
 @pytest.mark.parametrize("device", [CPU, H100], ids=["cpu", "cuda"])
-@pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.wide] if n in OF_OTHERS else []) for n in WITHIN]
+)
 def test_an_update_within_backward_holds_what_is_predicted(name, device):
     """One micro-batch of each model a step, and no gradient of any is left at its end, nor what
     the iteration's figures are made of: the optimizer's step is held to the byte, too."""

@@ -330,6 +330,7 @@ def test_levers_turn_the_keys_of_a_rollout():
 
 
 @pytest.mark.ways_out
+@pytest.mark.usefixtures("few_ways_out")
 def test_activations_on_the_host_are_chosen_offered_and_timed():
     """Where an update is what needs the most: by `auto`, as a lever, and with their seconds."""
     stated = {

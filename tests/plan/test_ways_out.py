@@ -18,9 +18,10 @@ SMALL_CARD = ["llama-3.2-1b", "--device", "rtx-3060-12", "--set", "method=full",
 CASES = {  # what is typed, and the kinds of ways out that there must be
     "whole on a small card": (SMALL_CARD, {"method", "devices", "device"}),
     "stated knobs": (
-        ["llama-3.1-8b", "--device", "rtx-4090", "--set", "micro_batch=8", "--set", "method=lora",
-         "--set", "recompute=none", "--set", "hardware.price=0.40 USD"],
-        {"knobs", "device"},
+        ["gpt2-medium", "--device", "rtx-4060", "--set", "micro_batch=16", "--set", "method=lora",
+         "--set", "recompute=none", "--set", "hardware.price=0.40 USD",
+         "--set", "task.sequence_length=1024", "--set", "task.global_batch=16"],
+        {"knobs", "device", "rows"},
     ),
     "a limit": (["qwen2.5-0.5b", "--device", "h100-sxm", "--memory", "1536 MiB"], {"limit"}),
     "states that can wait": (
@@ -56,8 +57,13 @@ def ask(*words):
 @pytest.mark.parametrize(
     ("words", "kinds", "every"),
     [
-        # one way of each kind that a case is about; a processor's way out is a limit, too
-        *(pytest.param(*case, False, id=n) for n, case in CASES.items() if n != "a limit"),
+        # one way of each kind that a case is about; a processor's way out is a limit, too, and
+        # shorter rows are one out of stated knobs
+        *(
+            pytest.param(*case, False, id=n)
+            for n, case in CASES.items()
+            if n not in ("a limit", "long rows")
+        ),
         *(
             pytest.param(*case, True, id=f"{n}, every way", marks=pytest.mark.wide)
             for n, case in CASES.items()
@@ -113,6 +119,7 @@ def test_only_a_miss_has_ways_out_and_a_draft_leaves_them_out():
     assert api.plan(request, levers=False).ways_out == ()
 
 
+@pytest.mark.usefixtures("few_ways_out")
 @pytest.mark.parametrize("framework", ["trl", pytest.param("hf-trainer", marks=pytest.mark.wide)])
 def test_adapters_over_the_base_as_it_is_are_a_way_out_of_anothers_default(framework):
     """Whose `method: auto` is `full`, so that a base of fewer bits is not all there is to try."""
