@@ -180,6 +180,7 @@ CASES: dict[str, Recipe] = {
     "latent-experts": make_recipe("deepseek_v3", parallel=SHARDS, recompute_blocks=1),
     "sinks": make_recipe("gpt_oss", parallel=SHARDS, **MIXED),
     "mixed-experts": make_recipe("mixtral", parallel=SHARDS, **MIXED),
+    "experts-nf4": make_recipe("gpt_oss", parallel=SHARDS, **MIXED, **LORA, **NF4),
     "bf16-foreach": make_recipe(parallel=SHARDS, **BF16, implementation="foreach"),
     "simpo": make_recipe(**SIMPO, parallel=SHARDS, accumulation=2),
     "reward": make_recipe(**REWARD, parallel=SHARDS, accumulation=2),

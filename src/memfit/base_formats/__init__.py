@@ -44,11 +44,10 @@ class Unpacking(NamedTuple):
 
 
 class Held(Protocol):
-    """A module that holds a quantised matrix (out, in): its tensors are attributes, by leaf."""
+    """A module that holds a quantised weight: its tensors are attributes, by leaf."""
 
-    in_features: int
-    out_features: int
-    dtype: dtype  # of the matrix where it is dense
+    shape: tuple[int, ...]  # (out, in), or (experts, rows, columns)
+    dtype: dtype  # of the weight where it is dense
     doubled: bool  # whether the scales are quantised, too
     weight: Tensor  # the codes
 
@@ -81,6 +80,7 @@ class BaseFormat(ABC):
     methods: ClassVar[tuple[str, ...]] = ("lora",)  # what may be trained beside codes
     columns: ClassVar[int] = 1  # a row of a matrix must be a multiple of so many weights
     codes_experts: ClassVar[bool] = False  # 3-D parameters of all experts of a layer
+    most_weights: ClassVar[int] = 0  # that one parameter may have; 0: any number
     codes_transposed: ClassVar[bool] = False  # weights that are stored as (in, out)
 
     @property
@@ -120,11 +120,11 @@ class BaseFormat(ABC):
 
     @abstractmethod
     def quantise(self, dense: Tensor, held: Held) -> None:
-        """Code a dense matrix (out, in) and write the codes and scales into `held`."""
+        """Code a dense weight of `held.shape` and write the codes and scales into `held`."""
 
     @abstractmethod
     def dequantise(self, held: Held) -> Tensor:
-        """The matrix (out, in) that the codes stand for, in `held.dtype`."""
+        """The weight of `held.shape` that the codes stand for, in `held.dtype`."""
 
     @abstractmethod
     def scales(self, held: Held) -> Tensor:

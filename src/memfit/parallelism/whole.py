@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -67,11 +67,13 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def whole(module: nn.Module, *, children: bool = True) -> Iterator[None]:
+def whole(
+    module: nn.Module, *, children: bool = True, only: Container[str] | None = None
+) -> Iterator[None]:
     """Each sharded parameter of `module` is an empty whole one meanwhile; what is put into it
     stays in this rank's rows. A module without shards is left alone.
 
-    children: theirs, too.
+    children: theirs, too. only: parameters of these names alone; all others keep their values.
     """
     import torch
 
@@ -79,7 +81,7 @@ def whole(module: nn.Module, *, children: bool = True) -> Iterator[None]:
         (child, name): parameter
         for child in (module.modules() if children else (module,))
         for name, parameter in child._parameters.items()
-        if parameter is not None and is_sharded(parameter)
+        if parameter is not None and is_sharded(parameter) and (only is None or name in only)
     }
     made: dict[int, nn.Parameter] = {}  # ties kept
     for (child, name), old in sharded.items():

@@ -211,7 +211,7 @@ class Weight(Record, frozen=True, kw_only=True):
         """The tensors that hold it, by the names of a torch module's parameters."""
         if not self.coding:
             return {self.name: self.spec}
-        module = self.name.rpartition(".")[0]
+        module = self.name if self.routed else self.name.rpartition(".")[0]
         return {
             f"{module}.{leaf}": TensorSpec(shape=shape, dtype=dtype)
             for leaf, shape, dtype in stored_tensors(self.coding, self.shape)
@@ -238,6 +238,11 @@ class Weight(Record, frozen=True, kw_only=True):
     def routed(self) -> bool:
         """Whether it holds all routed experts of a layer, of which a token visits a few."""
         return ".experts." in self.name
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it is a router's matrix, which Hugging Face's classes multiply by themselves."""
+        return self.name.endswith((".mlp.gate.weight", ".mlp.router.weight"))
 
 
 class Model(Record, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from memfit.base_formats import find_base_format, is_quantised
+from memfit.base_formats import find_base_format, is_quantised, list_base_formats
 from memfit.core.errors import InvalidRequest
 from memfit.records.model import Model, Weight
 from memfit.records.recipe import Recipe
@@ -13,10 +13,11 @@ TRANSPOSED = ("gpt2",)  # families whose blocks hold Conv1D: weights are (in, ou
 
 
 def code_rows(model: Model, recipe: Recipe) -> Model:
-    """The adapted model with every frozen projection of its blocks quantised, as the recipe says.
+    """The adapted model with every frozen projection of its blocks quantised, as the recipe says,
+    and with experts, where the format codes them.
 
-    Embeddings, norms, biases and the head stay in `frozen_dtype`. Raises InvalidRequest, see
-    `check_base`.
+    Embeddings, norms, biases, routers and the head stay in `frozen_dtype`. Raises InvalidRequest,
+    see `check_base`.
     """
     check_base(model, recipe.base_format, recipe.method)
     coding = recipe.coding
@@ -25,16 +26,32 @@ def code_rows(model: Model, recipe: Recipe) -> Model:
     return replace(
         model,
         weights=tuple(
-            replace(w, coding=coding) if is_projection(w) and not w.trainable else w
+            replace(w, coding=coding) if not w.trainable and is_coded(w, recipe.base_format) else w
             for w in model.weights
         ),
     )
 
 
 def is_projection(weight: Weight) -> bool:
-    """Whether a quantised base stores this weight in fewer bits: a matrix of a block."""
+    """Whether every quantised base stores this weight in fewer bits: a matrix of a block.
+
+    Routers and biases of experts are plain parameters, which Hugging Face's classes read.
+    """
     matrix = weight.part == "block" and len(weight.shape) == 2
-    return matrix and ".lora_" not in weight.name  # a reward's adapter is frozen, too
+    plain = weight.routed or weight.chooses or ".lora_" in weight.name  # a reward's is frozen, too
+    return matrix and not plain
+
+
+def is_coded(weight: Weight, base_format: str) -> bool:
+    """Whether this base stores the weight in fewer bits: all experts of a layer, too, where it
+    codes them."""
+    if weight.routed and len(weight.shape) == 3:
+        return find_base_format(base_format).codes_experts
+    return is_projection(weight)
+
+
+def _coding_experts() -> list[str]:
+    return [f"`base_format: {f.name}`" for f in list_base_formats() if f.own and f.codes_experts]
 
 
 def check_base(model: Model, base_format: str, method: str) -> None:
@@ -59,6 +76,13 @@ def check_base(model: Model, base_format: str, method: str) -> None:
         raise InvalidRequest(
             f"{stated}: the experts of `{model.name}` are one 3-D parameter a layer, and"
             f" {declared.library} quantises matrices",
+            hint=f"use one of {', '.join(_coding_experts())}, or `base_format: bf16`",
+        )
+    largest = max(w.numel for w in model.weights if is_coded(w, base_format))
+    if declared.most_weights and largest > declared.most_weights:
+        raise InvalidRequest(
+            f"{stated}: the experts of a layer of `{model.name}` are {largest:,} weights, and"
+            f" {declared.library} quantises up to {declared.most_weights:,} at once",
             hint="use `base_format: bf16`",
         )
     odd = [w for w in model.weights if is_projection(w) and w.shape[1] % declared.columns]

@@ -36,6 +36,8 @@ class FourBits(BaseFormat):
     library = "bitsandbytes"
     doubles = True
     multiplies = True
+    codes_experts = True  # block after block, whatever the shape
+    most_weights = 2**31 - 1  # bitsandbytes counts them in 32 bits
     unpacking_passes = 0.4  # half a byte read, two written, scales
     why_not_compiled = "the certificate cannot cut"
 
@@ -121,9 +123,9 @@ class FourBits(BaseFormat):
             nested, table = held.numbers("nested_absmax"), held.numbers("nested_table")
             scales = ops.dequantize_blockwise(scales, nested, table, SCALES_BLOCK, torch.float32)
             scales += held.numbers("offset")
-        row = (1, held.out_features * held.in_features)
+        row = (1, prod(held.shape))
         dense = ops.dequantize_4bit(held.weight, scales, BLOCK, self.name, row, held.dtype)
-        return cast("Tensor", dense).view(held.out_features, held.in_features)
+        return cast("Tensor", dense).view(held.shape)
 
     def scales(self, held: Held) -> Tensor:
         """See `BaseFormat.scales`: of each block."""
@@ -141,7 +143,7 @@ class FourBits(BaseFormat):
                 blocksize=SCALES_BLOCK, dtype=torch.float32,
             )  # fmt: skip
         state = make(
-            absmax=self.scales(held), shape=torch.Size((held.out_features, held.in_features)),
+            absmax=self.scales(held), shape=torch.Size(held.shape),
             blocksize=BLOCK, quant_type=self.name, dtype=held.dtype,
             offset=held.numbers("offset").view(()) if nested else None, state2=nested,
         )  # fmt: skip

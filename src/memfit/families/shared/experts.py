@@ -22,6 +22,8 @@ from memfit.families.shared.weights import Rows, decoder, gated_block
 from memfit.meta import Tensor
 from memfit.meta.distributed.sharding import Dealt, inner_unit
 from memfit.meta.layers import routing
+from memfit.meta.layers.dequantised import QUANTISED_DTYPE
+from memfit.meta.layers.quantised import Quantised
 from memfit.records.model import Architecture, Experts, Weight
 
 ALIGNMENT = 8  # elements: torch's grouped product reads 16 bytes at once, of any dtype
@@ -299,11 +301,16 @@ def _product(
 ) -> Tensor:
     """Each group of rows with its expert's matrix; with a bias, as gpt-oss has them, stored
     (columns, rows)."""
-    bias = weights.get(f"{name}_bias")
-    if bias is None:
-        return routing.grouped_linear(x, weights[name], ends)
-    product = routing.grouped_product(x, weights[name], ends)
-    return meta.add_into(product, routing.pick_rows(bias, ordered))
+    bias, weight = weights.get(f"{name}_bias"), weights[name]
+    if weight.dtype == QUANTISED_DTYPE:
+        columns = weight.shape[1 if bias is None else 2]
+        assert isinstance(forward.quantised, Quantised)  # other steps code no experts
+        product = forward.quantised.multiply_grouped(x, weight, columns, ends)
+    elif bias is None:
+        product = routing.grouped_linear(x, weight, ends)
+    else:
+        product = routing.grouped_product(x, weight, ends)
+    return product if bias is None else meta.add_into(product, routing.pick_rows(bias, ordered))
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -43,6 +43,31 @@ class Quantised(NamedTuple):
         product = self._eight(rows, weight) if eight else self._unpacked(rows, weight)
         return product if flat else view(product, *x.shape[:-1], weight.shape[0])
 
+    def multiply_grouped(self, x: Tensor, weight: Tensor, columns: int, ends: Tensor) -> Tensor:
+        """Rows of experts, (rows, in) -> (rows, columns): all experts of a layer become dense, in
+        the forward and in the backward. Saves `ends`.
+        """
+        low = autocast_lower(x)
+        node = record(self._grouped_backward(weight.shape, low), (low,), (ends,))
+        dense = self._make_dense(x.meter, weight.shape, low.dtype)
+        x.meter.begin_product()
+        result = empty(x.meter, (low.shape[0], columns), low.dtype)
+        del dense
+        return attach(node, result)
+
+    def _grouped_backward(self, shape: tuple[int, ...], x: Tensor) -> Rule:
+        columns, dtype = x.shape[1], x.dtype
+
+        def rule(node: Node, grads: Incoming) -> Gradients:
+            grad, _ = upstream(grads), node.unpack(0)
+            dense = self._make_dense(grad.meter, shape, dtype)
+            grad.meter.begin_product()
+            made = empty(grad.meter, (grad.shape[0], columns), dtype)
+            del dense
+            return (made,)
+
+        return rule
+
     def _unpacked(self, x: Tensor, weight: Tensor) -> Tensor:
         """A product with a weight that becomes dense: in a kernel of CUDA, or before it."""
         meter, shape = x.meter, weight.shape

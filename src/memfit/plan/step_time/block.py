@@ -155,7 +155,9 @@ def around(setting: Setting) -> Around:
     passed = passed + fusion * sparse * (clamped + rates.elementwise.permute * moved.permuting)
     narrowed = 3 * tokens * shape.hidden + tokens * shape.ffn / layout.mesh.tp * shape.plain
     narrowed = narrowed + sparse * routed * (shape.expert_ffn + shape.hidden)
-    frozen = layout.numbers.packed * (work.attention_weights(shape) + 3 * shape.hidden * shape.ffn)
+    feed = 3 * shape.hidden * (shape.plain * shape.ffn + sparse * shape.shared_ffn)
+    frozen = work.attention_weights(shape) + feed + work.expert_weights(shape)
+    frozen = layout.numbers.packed * frozen
     adapted = (
         (1 - layout.update.trains) * tokens * (8 * shape.hidden + 2 * shape.ffn) / layout.mesh.tp
     )

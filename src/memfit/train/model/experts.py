@@ -18,6 +18,7 @@ from torch.nn.functional import grouped_mm
 
 from memfit.core.libraries import quiet_import
 from memfit.train.distributed.dealt import deal_rows, exchange
+from memfit.train.model.quantised import QuantisedExperts
 
 with quiet_import():
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -65,15 +66,21 @@ def run_experts(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) ->
 
 def _product(experts: Any, name: str, x: Tensor, ends: Tensor, ordered: Tensor) -> Tensor:
     """Each group of rows with its expert's matrix: (rows, columns) -> (rows, others)."""
-    weight = _own(getattr(experts, name))
-    if not experts.is_transposed:
-        weight = weight.transpose(-2, -1)
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    product: Tensor = grouped_mm(x.to(dtype), weight.to(dtype), offs=ends)
+    weight, transposed = getattr(experts, name), experts.is_transposed
+    if isinstance(weight, QuantisedExperts):
+        product = weight.multiply(x, ends, transposed=transposed)
+    else:
+        product = _multiply(x, _own(weight) if transposed else _own(weight).mT, ends)
     if not experts.has_bias:
         return product
     return product.add_(_own(getattr(experts, f"{name}_bias"))[ordered])
+
+
+def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    product: Tensor = grouped_mm(x.to(dtype), weight.to(dtype), offs=ends)
+    return product
 
 
 def _own(weight: Tensor) -> Tensor:

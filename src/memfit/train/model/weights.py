@@ -32,7 +32,7 @@ from memfit.train.model.hugging_face import (
     score_head,
     stored_buffers,
 )
-from memfit.train.model.quantised import QuantisedLinear, quantised_modules
+from memfit.train.model.quantised import Quantised, quantised_modules
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -94,8 +94,8 @@ def _fill_judge(model: nn.Module, recipe: Recipe, source: Weights | None) -> Non
 
 def split_base(
     model: nn.Module, recipe: Recipe
-) -> tuple[dict[str, nn.Parameter], dict[str, QuantisedLinear]]:
-    """The base's plain parameters, and its quantised projections, by Hugging Face's names."""
+) -> tuple[dict[str, nn.Parameter], dict[str, Quantised]]:
+    """The base's plain parameters, and its quantised weights, by Hugging Face's names."""
     quantised = quantised_modules(model)
     own = {id(p) for module in quantised.values() for p in module.stored().values()}
     base = find_adapter(recipe).base_parameters(model)
@@ -256,7 +256,7 @@ def check_weights(recipe: Recipe) -> None:
 
 
 def _fill_random(
-    recipe: Recipe, base: dict[str, nn.Parameter], quantised: Mapping[str, QuantisedLinear]
+    recipe: Recipe, base: dict[str, nn.Parameter], quantised: Mapping[str, Quantised]
 ) -> None:
     """Hugging Face's initialisation looks at names, which an adapter changes: so a bare twin that
     shares the parameters is initialised. A weight that is quantised is dense for its own turn.
@@ -271,18 +271,24 @@ def _fill_random(
         add_score_head(twin, read_model(recipe.model).architecture.head_input)
     replace_parameters(twin, lambda name, old: old if name in quantised else base.get(name, old))
     one = next(iter(base.values()))
-    targets = {
-        m: quantised[f"{n}.weight"] for n, m in twin.named_modules() if f"{n}.weight" in quantised
-    }
+    targets: dict[nn.Module, dict[str, Quantised]] = defaultdict(dict)
+    for name, target in quantised.items():
+        path, _, leaf = name.rpartition(".")
+        targets[twin.get_submodule(path)][leaf] = target
 
     def fill(module: nn.Module) -> None:
-        target = targets.get(module)
-        if target is not None:
-            module._parameters["weight"] = nn.Parameter(target.empty_dense(), requires_grad=False)
-        twin._init_weights(module)
-        if target is not None:
-            target.store(cast(Tensor, module.weight))
-            module._parameters["weight"] = None
+        """Of several quantised weights one is dense at a time: no numbers are drawn for the others,
+        which have no elements, so that each has those that it would have beside them."""
+        own = targets.get(module, {})
+        for leaf, target in own.items():
+            nothing = torch.empty(0, dtype=target.dtype, device=target.weight.device)
+            module._parameters.update((other, nn.Parameter(nothing, False)) for other in own)
+            module._parameters[leaf] = nn.Parameter(target.empty_dense(), False)
+            twin._init_weights(module)
+            target.store(cast(Tensor, getattr(module, leaf)))
+            module._parameters[leaf] = None
+        if not own:
+            twin._init_weights(module)
 
     blocks = set(parts(twin).blocks)
 

@@ -14,7 +14,7 @@ from memfit.base_formats import find_base_format, find_coding, stored_bytes
 from memfit.families.capabilities.kv_cache import layer_caches
 from memfit.plan.step_time import work
 from memfit.plan.step_time.adapters import PROJECTIONS, WHOLE
-from memfit.plan.step_time.arrays import beside
+from memfit.plan.step_time.arrays import Number, beside
 from memfit.plan.step_time.block import around
 from memfit.plan.step_time.rates import Setting
 from memfit.records.hardware import Device
@@ -97,7 +97,7 @@ def time_step(decoding: Decoding, columns: int) -> Step:
     share = shape.per_token / max(shape.experts, 1.0)
     visited = 1 - (1 - share) ** rows  # of the experts, those that any row visits
     head = shape.vocab * shape.hidden
-    read = blocks * (plain + visited * routed) * weight_bytes(decoding)
+    read = blocks * (plain * weight_bytes(decoding) + routed * expert_bytes(decoding, visited))
     read += head * plain_bytes(decoding.recipe)
     flop = 2 * rows * (blocks * (plain + share * routed) + head)
     cached, expanded = _read_cache(decoding, columns)
@@ -148,10 +148,26 @@ def weight_bytes(decoding: Decoding) -> float:
     recipe = decoding.recipe
     if not recipe.coding:
         return plain_bytes(recipe)
-    held = stored_bytes(recipe.coding, (SQUARE, SQUARE)) / SQUARE**2
+    held = _coded_bytes(recipe)
     if find_base_format(recipe.base_format).product == "int8" or is_fused(decoding):
         return held
     return held + 2 * DTYPE_BYTES[recipe.compute_dtype]
+
+
+def expert_bytes(decoding: Decoding, visited: Number) -> Number:
+    """The same of all experts; visited: their share that any row visits.
+
+    No kernel multiplies by the codes of experts: all become dense, and the visited ones are read.
+    """
+    recipe = decoding.recipe
+    if not recipe.coding:
+        return visited * weight_bytes(decoding)
+    dense = DTYPE_BYTES[recipe.compute_dtype]
+    return _coded_bytes(recipe) + dense + visited * dense
+
+
+def _coded_bytes(recipe: Recipe) -> float:
+    return stored_bytes(recipe.coding, (SQUARE, SQUARE)) / SQUARE**2
 
 
 def plain_bytes(recipe: Recipe) -> float:
