@@ -46,6 +46,11 @@ SETTINGS = {
     "llama, int8, lean, mixed, two targets": (
         "llama", "int8", EIGHT, "bf16-mixed", {"lora": LORA, "lean": ("norm", "mlp")}
     ),
+    "qwen3_moe, nf4, double, mixed": ("qwen3_moe", "nf4", Quantisation(double=True), "bf16-mixed", {}),
+    "gpt_oss, fp4, recomputed, accumulated": (
+        "gpt_oss", "fp4", Quantisation(), "bf16", {"recompute_blocks": 2, "accumulation": 2}
+    ),
+    "deepseek_v3, nf4": ("deepseek_v3", "nf4", Quantisation(), "bf16", {}),
     "gemma2, nf4, double": ("gemma2", "nf4", Quantisation(double=True), "bf16-mixed", {}),
 }  # fmt: skip
 

@@ -87,6 +87,10 @@ CASES = {
         "llama", ("rloo", ADAPTED, KL, {"max_prompt_length": 40, "max_completion_length": 9})
     ),
     "llama, nf4": ("llama", ("grpo", {**ADAPTED, "base_format": "nf4"}, KL, {})),
+    "gpt_oss, nf4, experts": ("gpt_oss", ("grpo", {**ADAPTED, "base_format": "nf4"}, KL, {})),
+    "qwen3_moe, ppo, nf4, experts": (
+        "qwen3_moe", (VALUED[0], {**ADAPTED, "base_format": "nf4"}, *VALUED[2:])
+    ),
     "llama, nf4, chunked, recomputed": (
         "llama", ("rloo", {**ADAPTED, **CHUNKED, "base_format": "nf4", "recompute_blocks": 3}, KL,
                   {})

@@ -426,7 +426,6 @@ def test_one_dense_weight_is_alive_at_a_time_while_a_model_is_loaded(tmp_path):
         ({"method": "full"}, "no gradient can change"),
         ({"method": "freeze"}, "no gradient can change"),
         ({"method": "dora"}, "measures the rows"),
-        ({"family": "mixtral"}, "3-D parameter"),
         ({"family": "gpt2"}, "Conv1D"),
     ],
 )
