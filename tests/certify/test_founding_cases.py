@@ -59,6 +59,10 @@ def test_a_20b_model_with_a_quantised_base_is_certified_to_fit_24_gb(
             marks=pytest.mark.wide,
         ),
         pytest.param(
+            "gpt-oss-20b_nf4-grpo_rtx-4090", (8 * 1024 + 512) * 2 * 24 * 8 * 64 * 2, "accumulate",
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
             "qwen3-8b_nf4-grpo_rtx-4090", (8 * 9216 + 1024) * 2 * 36 * 8 * 128 * 2, "accumulate",
             marks=pytest.mark.wide,
         ),

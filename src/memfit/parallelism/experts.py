@@ -85,7 +85,7 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 f"use `parallel.{axis}: 1`, or {OTHERWISE}",
             )
     if recipe.coding:
-        problem = f"`base_format: {recipe.base_format}` codes all experts of a layer together"
+        problem = f"`base_format: {recipe.base_format}` is not built for experts of other ranks"
         yield problem, f"use a base in 16 or 32 bits, or {OTHERWISE}"
     if recipe.offload != "none":
         yield f"`offload: {recipe.offload}` is not built for such ranks", "use `offload: none`"

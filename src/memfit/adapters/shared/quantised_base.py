@@ -51,7 +51,7 @@ def is_coded(weight: Weight, base_format: str) -> bool:
 
 
 def _coding_experts() -> list[str]:
-    return [f"`base_format: {f.name}`" for f in list_base_formats() if f.own and f.codes_experts]
+    return [f.name for f in list_base_formats() if f.own and f.codes_experts]
 
 
 def check_base(model: Model, base_format: str, method: str) -> None:
@@ -76,7 +76,7 @@ def check_base(model: Model, base_format: str, method: str) -> None:
         raise InvalidRequest(
             f"{stated}: the experts of `{model.name}` are one 3-D parameter a layer, and"
             f" {declared.library} quantises matrices",
-            hint=f"use one of {', '.join(_coding_experts())}, or `base_format: bf16`",
+            hint=f"use `base_format: {_coding_experts()[0]}`, which codes them, or bf16",
         )
     largest = max(w.numel for w in model.weights if is_coded(w, base_format))
     if declared.most_weights and largest > declared.most_weights:
