@@ -46,7 +46,9 @@ SETTINGS = {
     "llama, int8, lean, mixed, two targets": (
         "llama", "int8", EIGHT, "bf16-mixed", {"lora": LORA, "lean": ("norm", "mlp")}
     ),
-    "qwen3_moe, nf4, double, mixed": ("qwen3_moe", "nf4", Quantisation(double=True), "bf16-mixed", {}),
+    "qwen3_moe, nf4, double, mixed": (
+        "qwen3_moe", "nf4", Quantisation(double=True), "bf16-mixed", {}
+    ),
     "gpt_oss, fp4, recomputed, accumulated": (
         "gpt_oss", "fp4", Quantisation(), "bf16", {"recompute_blocks": 2, "accumulation": 2}
     ),
