@@ -26,7 +26,9 @@ def code_rows(model: Model, recipe: Recipe) -> Model:
     return replace(
         model,
         weights=tuple(
-            replace(w, coding=coding) if not w.trainable and is_coded(w, recipe.base_format) else w
+            replace(w, coding=coding)
+            if not w.trainable and stores_codes(w, recipe.base_format)
+            else w
             for w in model.weights
         ),
     )
@@ -42,7 +44,7 @@ def is_projection(weight: Weight) -> bool:
     return matrix and not plain
 
 
-def is_coded(weight: Weight, base_format: str) -> bool:
+def stores_codes(weight: Weight, base_format: str) -> bool:
     """Whether this base stores the weight in fewer bits: all experts of a layer, too, where it
     codes them."""
     if weight.routed and len(weight.shape) == 3:
@@ -78,7 +80,7 @@ def check_base(model: Model, base_format: str, method: str) -> None:
             f" {declared.library} quantises matrices",
             hint=f"use `base_format: {_coding_experts()[0]}`, which codes them, or bf16",
         )
-    largest = max(w.numel for w in model.weights if is_coded(w, base_format))
+    largest = max(w.numel for w in model.weights if stores_codes(w, base_format))
     if declared.most_weights and largest > declared.most_weights:
         raise InvalidRequest(
             f"{stated}: the experts of a layer of `{model.name}` are {largest:,} weights, and"

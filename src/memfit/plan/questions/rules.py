@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from memfit.adapters.shared.quantised_base import is_coded, is_projection
+from memfit.adapters.shared.quantised_base import is_projection, stores_codes
 from memfit.base_formats import find_coding, stored_bytes
 from memfit.core import units
 from memfit.optimizers import find_optimizer, optimizers
@@ -224,5 +224,6 @@ def _quantised_nbytes(model: Model, coding: str) -> int:
     """Return bytes as memfit's own step stores them: quantised projections, the rest in 16 bits."""
     base = find_coding(coding)[0].name
     return sum(
-        stored_bytes(coding, w.shape) if is_coded(w, base) else 2 * w.numel for w in model.weights
+        stored_bytes(coding, w.shape) if stores_codes(w, base) else 2 * w.numel
+        for w in model.weights
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
 from memfit.adapters.shared.peft_layers import PREFIX
-from memfit.adapters.shared.quantised_base import is_coded
+from memfit.adapters.shared.quantised_base import stores_codes
 from memfit.base_formats import find_base_format, find_coding, stored_tensors
 from memfit.base_formats.int8 import unpack
 from memfit.core.errors import InvalidRequest
@@ -36,7 +36,7 @@ def quantise(model: nn.Module, recipe: Recipe) -> nn.Module:
         return model
     find_base_format(recipe.base_format).load_library()
     for row in read_model(recipe.model).weights:
-        if not is_coded(row, recipe.base_format):
+        if not stores_codes(row, recipe.base_format):
             continue
         path, _, leaf = row.name.rpartition(".")
         if row.routed:

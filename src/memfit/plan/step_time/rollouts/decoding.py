@@ -148,7 +148,7 @@ def weight_bytes(decoding: Decoding) -> float:
     recipe = decoding.recipe
     if not recipe.coding:
         return plain_bytes(recipe)
-    held = _coded_bytes(recipe)
+    held = _quantised_bytes(recipe)
     if find_base_format(recipe.base_format).product == "int8" or is_fused(decoding):
         return held
     return held + 2 * DTYPE_BYTES[recipe.compute_dtype]
@@ -163,10 +163,10 @@ def expert_bytes(decoding: Decoding, visited: Number) -> Number:
     if not recipe.coding:
         return visited * weight_bytes(decoding)
     dense = DTYPE_BYTES[recipe.compute_dtype]
-    return _coded_bytes(recipe) + dense + visited * dense
+    return _quantised_bytes(recipe) + dense + visited * dense
 
 
-def _coded_bytes(recipe: Recipe) -> float:
+def _quantised_bytes(recipe: Recipe) -> float:
     return stored_bytes(recipe.coding, (SQUARE, SQUARE)) / SQUARE**2
 
 
