@@ -71,14 +71,16 @@ def test_a_heap_is_as_large_as_it_was_and_large_tensors_are_beside_it() -> None:
     assert hold_freed([(a, MIB), (b, MIB), (a, 0), (c, MIB)]).heap == 3 * block
     # half as much fits, two neighbours become one, and the heap's end is taken again
     assert hold_freed([(a, MIB), (b, MIB), (a, 0), (c, MIB // 2)]).heap == 2 * block
-    assert hold_freed([(a, MIB), (b, MIB), (c, MIB), (a, 0), (b, 0), (d, MIB)]).heap == 3 * block
+    for freed in ((a, 0), (b, 0)), ((b, 0), (a, 0)):
+        assert hold_freed([(a, MIB), (b, MIB), (c, MIB), *freed, (d, MIB)]).heap == 3 * block
     assert hold_freed([(a, MIB), (a, 0), (b, MIB)]).heap == block
     # what is mapped goes when it is freed, and counts beside the heap of its own instant
     kept = [(a, BELOW), (b, MIB), (a, 0), (c, MIB), (d, MIB)]
     assert hold_freed(kept) == Held(block, BELOW + PAGE, MIB)
     # a heap that nothing lives in has not become smaller
     forty = [(n, MIB) for n in range(40)] + [(n, 0) for n in range(40)]
-    assert hold_freed([*forty, (40, BELOW)]) == Held(40 * block, BELOW + PAGE, MIB)
+    for later in [(40, BELOW)], [(41, MIB), (40, BELOW)]:
+        assert hold_freed([*forty, *later]) == Held(40 * block, BELOW + PAGE, MIB)
 
 
 @pytest.mark.parametrize(
