@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+from statistics import median
 
 import pytest
 from msgspec.structs import replace
@@ -15,11 +17,13 @@ from memfit.certify import trace
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import MIB
 from memfit.families import read_model
+from memfit.plan.memory.process import find_process
 from memfit.plan.memory.tape import hold_run
 from memfit.records import from_data
 from memfit.records.request import Request, change
 from memfit.train.measure.resident import read_anonymous
 
+KEPT_ROWS = Path(__file__).resolve().parents[2] / "bench" / "results" / "kept_heap.json"
 LINUX = pytest.mark.skipif(read_anonymous() is None, reason="the system does not count them")
 MODEL = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176,
@@ -113,6 +117,18 @@ def test_a_certificate_counts_the_heap() -> None:
     assert kept.device_total > back.device_total
     assert kept.total_high > back.total_high
     assert "freed blocks that are kept" in kept.entries[-1].because
+
+
+def test_what_processes_held_is_within_what_is_predicted_of_their_heaps() -> None:
+    """`bench/kept_heap.py`: bytes above a process's imports."""
+    device, errors = find_device("cpu").with_context(0), []
+    for row in json.loads(KEPT_ROWS.read_text()):
+        live, *held = (round(row[name] * MIB) for name in ("live", "heap", "mapped", "largest"))
+        found = find_process(live, device, prepared=False, held=Held(*held))
+        assert found.low <= row["held"] * MIB <= found.high, row
+        errors.append(abs(found.total / (row["held"] * MIB) - 1))
+    assert median(errors) < 0.05
+    assert max(errors) < 0.25  # of one row at a time, whose blocks are small
 
 
 def test_freed_memory_is_kept_where_there_is_room_and_as_is_stated() -> None:

@@ -18,7 +18,7 @@ from memfit.records.results import Memory
 # Tensors of 128 KiB and more are mapped in whole pages with a header: up to 4 % of the smallest.
 ROUNDED = (1.0, 1.005, 1.04)
 # Gaps that C++ objects leave in a heap that is kept, in blocks as large as its largest: a hole that
-# is cut by a few bytes does not take the next one (docs/LOG.md, 2026-11-27).
+# is cut by a few bytes does not take the next one (bench/kept_heap.py, docs/LOG.md).
 SCATTERED = (0, 4, 8)
 
 
