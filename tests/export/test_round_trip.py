@@ -114,8 +114,16 @@ def ask(plan, key, value):
     return replace(changed, request=api.change(plan.request, stated))
 
 
+# whose method, mesh and recomputing other plans of the same tool have
+LIKE_OTHERS = (("trl", "trl-full-fsdp"), ("axolotl", "hf-full-recompute"))
+PAIRS = [
+    pytest.param(target, name, marks=[pytest.mark.wide] if (target, name) in LIKE_OTHERS else [])
+    for target, names in PLANS.items() for name in names
+]  # fmt: skip
+
+
 @pytest.mark.covering
-@pytest.mark.parametrize(("target", "name"), [(t, n) for t, ns in PLANS.items() for n in ns])
+@pytest.mark.parametrize(("target", "name"), PAIRS)
 def test_a_changed_key_is_read_back_or_said_to_be_left_out(target, name, tmp_path):
     found = carry(target, name, tmp_path)
     assert not found["wrong"]

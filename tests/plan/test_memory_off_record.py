@@ -71,7 +71,8 @@ def test_a_limit_above_the_data_sheet_does_not_raise_it():
 
 
 def test_what_is_solved_for_keeps_to_the_data_sheet():
-    solved = api.solve("micro_batch", api.read("smollm2-135m", device="h20"))
+    stated = {"method": "full", "precision": "bf16-mixed", "recompute": "none", "loss": "chunked"}
+    solved = api.solve("micro_batch", api.read("smollm2-135m", device="h20", changes=stated))
     assert 0 < solved.plan.memory.needed <= LEAST_SHARE * 96 * GIB
 
 

@@ -275,7 +275,7 @@ def test_a_rank_of_all_axes_holds_on_a_gpu_what_is_predicted(rank: int) -> None:
 
 STAGED = {
     "4 stages, packed": make_recipe(
-        config=DEEP, parallel=Parallel(pp=4), accumulation=9, micro_batch=1, packing=True
+        config=DEEP, parallel=Parallel(pp=4), accumulation=6, micro_batch=1, packing=True
     ),
     "2 x 2 stages, interleaved": make_recipe(
         config=CONFIGS["llama"] | {"num_hidden_layers": 7},

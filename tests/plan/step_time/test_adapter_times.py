@@ -92,13 +92,18 @@ def seconds(recipe):
     return predict_step(find_setting(sums(recipe), recipe, find_device(recipe.device))).total
 
 
-@pytest.mark.parametrize("device", [
-    "rtx-4090", "mi300x",
-    *(pytest.param(name, marks=pytest.mark.wide) for name in ("h100-sxm", "b200", "a100-sxm-80gb")),
+@pytest.mark.parametrize(("device", "share"), [
+    ("rtx-4090", 1), ("mi300x", 5),  # one model in so many
+    *(
+        pytest.param(name, 1, marks=pytest.mark.wide)
+        for name in ("mi300x", "h100-sxm", "b200", "a100-sxm-80gb")
+    ),
 ])  # fmt: skip
-def test_adapters_are_never_slower_than_whole_training_of_the_same_shape(tiny_recipe, device):
+def test_adapters_are_never_slower_than_whole_training_of_the_same_shape(
+    tiny_recipe, device, share
+):
     slower, untimed = [], set()
-    for model in catalog.models():
+    for model in catalog.models()[::share]:
         if model.model_type not in families:
             continue
         if read_model(model.reference()).architecture.recurrent:
@@ -113,7 +118,7 @@ def test_adapters_are_never_slower_than_whole_training_of_the_same_shape(tiny_re
             if adapters > whole:
                 slower.append((*shape, rows, tokens, round(adapters / whole, 3)))
     assert not slower
-    assert untimed == {"qwen3_5_text"}
+    assert share > 1 or untimed == {"qwen3_5_text"}
 
 
 def test_many_adapters_whose_launches_take_longer_are_said_to(tiny_recipe):
