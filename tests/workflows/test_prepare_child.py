@@ -4,6 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from memfit.certify import import_memory
+from memfit.core.errors import UnknownName
 from memfit.records import from_data
 from memfit.records.request import Request
 from memfit.workflows import prepare_child
@@ -56,3 +57,17 @@ def test_a_gpu_has_no_imports_to_measure(request_of):
     data = {"model": "llama-3.2-1b", "method": "full", "hardware": {"device": "h100-sxm"}}
     request = from_data(data, Request, source="the test's request")
     assert prepare_child._measure_imports(request, {})(True) is None
+
+
+@pytest.mark.parametrize("kind", sorted(prepare_child.KINDS))
+def test_every_kind_of_error_of_the_other_process_is_raised_as_it_was_there(kind):
+    made = prepare_child.make_again(kind, "unknown model: `x`", "did you mean `y`?")
+    assert type(made).__name__ == kind
+    assert (made.message, made.hint) == ("unknown model: `x`", "did you mean `y`?")
+
+
+def test_training_a_model_that_nobody_knows_says_so(tmp_path):
+    data = {"model": "a-model-nobody-knows", "method": "full", "hardware": {"device": "cpu"}}
+    request = from_data(data, Request, source="the test's request")
+    with pytest.raises(UnknownName, match="a-model-nobody-knows"):
+        prepare_child.prepare_apart(request, tmp_path / "run", moved=True)

@@ -38,6 +38,8 @@ class InvalidRequest(Error):
 class UnknownName(InvalidRequest):
     """A name that nothing carries; the hint offers the nearest ones."""
 
+    near: str = ""
+
     def __init__(self, what: str, name: str, known: Iterable[str], *, see: str = "") -> None:
         self.near = near = did_you_mean(name, known)
         hint = f"did you mean {near}?" if near else see

@@ -77,6 +77,7 @@ class Family(Described):
     plain_linears: ClassVar[bool] = True  # projections are `nn.Linear`
     norm_after_blocks: ClassVar[bool] = False  # a norm reads what the last product makes
     attention_class: ClassVar[AttentionClass] = AttentionClass()
+    packed_as: ClassVar[tuple[str, ...]] = ()  # `quant_method` of published files that are read
     scored: ClassVar[bool] = True  # transformers has a class of sequence classification
 
     def default_targets(self, a: Architecture) -> tuple[str, ...]:
@@ -185,7 +186,8 @@ def read_model(reference: ModelReference) -> Model:
     Raises InvalidRequest or UnknownName, naming the key or the family that is not described.
     """
     family = family_of(reference)
-    if reference.config.get("quantization_config"):
+    stored = reference.config.get("quantization_config")
+    if stored and not (isinstance(stored, dict) and stored.get("quant_method") in family.packed_as):
         raise InvalidRequest(
             f"the weights of `{reference.name}` are stored quantised (`quantization_config`)",
             hint="name the model that they were quantised from",

@@ -43,6 +43,7 @@ class GptOss(Decoder):
     name = "gpt_oss"
     windows = True
     attention_class = AttentionClass(only_eager=True)
+    packed_as = ("mxfp4",)
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
     norm = staticmethod(by_name(wide_norm))

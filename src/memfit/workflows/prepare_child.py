@@ -94,8 +94,16 @@ def prepare_apart(
                 else "please report this",
             )
     if "error" in answer:
-        raise KINDS.get(answer["kind"], RunFailed)(answer["error"], hint=answer["hint"])
+        raise make_again(**answer)
     return read_prepared(folder)
+
+
+def make_again(kind: str, error: str, hint: str) -> Error:
+    """The error that another process raised; some kinds write their messages themselves."""
+    made = KINDS.get(kind, RunFailed)
+    again = made.__new__(made)
+    Error.__init__(again, error, hint=hint)
+    return again
 
 
 def _converse(child: subprocess.Popen[str], order: Order, say: Say) -> dict[str, Any] | None:

@@ -1,17 +1,22 @@
 """What a parameter is called in files, and how many tensors of a file make it up.
 
 Hugging Face's module has all experts of a layer in two 3-D parameters; published files store each
-expert's projections on their own, and so does memfit's export.
+expert's projections on their own, and so does memfit's export. Those of gpt-oss store all of a
+layer in MXFP4: codes of 4 bits, two a byte, with a power of two for 32 of them (OCP Microscaling
+Formats 1.0, section 5), transposed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
+from math import prod
 from typing import NamedTuple
 
 OTHER_NAMES = {"lm_head.weight": "embed_out.weight"}  # what GPT-NeoX's files still call the head
 MLP, EXPERTS = ".mlp.", ".mlp.experts."
+BLOCKS, SCALES = "_blocks", "_scales"  # what follows a parameter's name where it is in MXFP4
+GROUP = 32  # weights that share a scale
 MIXTRAL = ".block_sparse_moe."  # what Mixtral's files still call a layer's experts and router
 Place = tuple[int | slice, ...]
 
@@ -22,6 +27,23 @@ class Part(NamedTuple):
     name: str
     shape: tuple[int, ...]
     place: Place = ()
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is in MXFP4: of the tensor, which has all experts, this is one."""
+        return bool(self.place) and self.name.endswith(BLOCKS)
+
+    def reading(self, width: int) -> int:
+        """Bytes alive while it is read; width: of a number of the file. See `unpack_expert`."""
+        if not self.packed:
+            return prod(self.shape) * width
+        codes = prod(self.shape)  # of all experts, which the file is mapped with
+        return codes + 2 * codes // GROUP + UNPACKING * codes // self.shape[0] + TABLE
+
+
+# beside the codes and scales of an expert: an int32 index of each byte and two numbers of 16 bits;
+# all pairs of numbers that a byte can mean
+UNPACKING, TABLE = 4 + 4, 256 * 2 * 2
 
 
 class Style(NamedTuple):
@@ -56,6 +78,11 @@ def find_parts(
             return [Part(stored, shape)]
     if not _stacks_experts(name):
         return []
+    for stored in _names(name, prefix):
+        if has(stored + BLOCKS) and has(stored + SCALES):
+            count, rows, columns = shape
+            packed = (count, columns, rows // GROUP, GROUP // 2)
+            return [Part(stored + BLOCKS, packed, (expert,)) for expert in range(count)]
     for style in STYLES.values():
         parts = list(_apart(name, shape, style))
         for named in (parts, [p._replace(name=p.name.removeprefix(f"{prefix}.")) for p in parts]):

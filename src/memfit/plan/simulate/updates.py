@@ -165,9 +165,9 @@ class _Around:
                 continue  # of an adapter
             parts = find_parts(name, shape, prefix, widths.__contains__)
             for part in parts or file_parts(name, shape, family):
-                cut = self.sharding is not None and not part.place
-                shared = own[weight.name].shape if cut and weight.name in own else part.shape
-                each = prod(shared) * widths.get(part.name, DTYPE_BYTES[UNKNOWN])
+                if self.sharding is not None and not part.place and weight.name in own:
+                    part = part._replace(shape=own[weight.name].shape)
+                each = part.reading(widths.get(part.name, DTYPE_BYTES[UNKNOWN]))
                 dense = prod(shape) * DTYPE_BYTES[weight.dtype] if weight.coding else 0
                 largest.append(each + dense)
         return {(Kind.TEMPORARY, "model"): max(largest)}

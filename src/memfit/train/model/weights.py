@@ -20,7 +20,7 @@ from memfit.adapters.shared.stored import WEIGHTS, stored_names
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import read_json_table
 from memfit.families import read_model
-from memfit.families.weight_files.names import Part, file_parts, find_parts
+from memfit.families.weight_files.names import BLOCKS, SCALES, Part, file_parts, find_parts
 from memfit.parallelism.whole import is_sharded, local_part, own_part, whole
 from memfit.records.model import SCORE
 from memfit.records.recipe import Recipe
@@ -43,6 +43,8 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip  # of a file's header; integers are not weights
+# what codes of 4 bits mean: a sign, two bits of exponent and one of mantissa (E2M1)
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 UNKNOWN = torch.float32  # the widest that weights are published in
 
 
@@ -167,16 +169,37 @@ class FileWeights:
 
     def read(self, part: Part, box: tuple[slice, ...] | None = None) -> Tensor:
         """See `Weights`. Raises InvalidRequest: a wrong shape, a broken file."""
-        file = self._files[part.name]
-        if file not in self._opened:
-            self._opened[file] = open_file(file)  # mapped, not read
-        opened = self._opened[file]
-        _check_shape(opened, part.name, file, part.shape)
+        opened = self._open(part.name, part.shape)
+        if part.packed:
+            scales = part.name.removesuffix(BLOCKS) + SCALES
+            others = self._open(scales, part.shape[:-1])
+            (expert,) = part.place
+            return unpack_expert(
+                opened.get_tensor(part.name)[expert], others.get_tensor(scales)[expert]
+            )
         if box is not None:
             some: Tensor = opened.get_slice(part.name)[box]
             return some
         tensor: Tensor = opened.get_tensor(part.name)
         return tensor
+
+    def _open(self, name: str, shape: tuple[int, ...]) -> Any:
+        file = self._files[name]
+        if file not in self._opened:
+            self._opened[file] = open_file(file)  # mapped, not read
+        _check_shape(self._opened[file], name, file, shape)
+        return self._opened[file]
+
+
+def unpack_expert(codes: Tensor, scales: Tensor) -> Tensor:
+    """An expert in MXFP4: (columns, groups, 16) bytes and (columns, groups) exponents of two, 127
+    more than they are -> (rows, columns) in bf16, which loses nothing."""
+    pairs = torch.tensor(
+        [(MXFP4[byte & 15], MXFP4[byte >> 4]) for byte in range(256)], dtype=torch.bfloat16
+    )
+    dense = nn.functional.embedding(codes.int(), pairs).view(*scales.shape, -1)
+    dense.ldexp_((scales.int() - 127).unsqueeze(-1))
+    return dense.view(codes.shape[0], -1).T
 
 
 class EmptyWeights:
@@ -220,6 +243,9 @@ class EmptyWeights:
 
     def read(self, part: Part, box: tuple[slice, ...] | None = None) -> Tensor:
         """See `Weights`."""
+        if part.packed:
+            codes = torch.empty(part.shape, dtype=torch.uint8)
+            return unpack_expert(codes[0], torch.empty(part.shape[:-1], dtype=torch.uint8)[0])
         shape = part.shape if box is None else tuple(s.stop - s.start for s in box)
         return torch.empty(shape, dtype=self._dtypes.get(part.name, UNKNOWN))
 
