@@ -61,7 +61,7 @@ def test_a_gpu_has_no_imports_to_measure(request_of):
 
 @pytest.mark.parametrize("kind", sorted(prepare_child.KINDS))
 def test_every_kind_of_error_of_the_other_process_is_raised_as_it_was_there(kind):
-    made = prepare_child.make_again(kind, "unknown model: `x`", "did you mean `y`?")
+    made = prepare_child.restore_error(kind, "unknown model: `x`", "did you mean `y`?")
     assert type(made).__name__ == kind
     assert (made.message, made.hint) == ("unknown model: `x`", "did you mean `y`?")
 

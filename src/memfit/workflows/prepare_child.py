@@ -94,16 +94,16 @@ def prepare_apart(
                 else "please report this",
             )
     if "error" in answer:
-        raise make_again(**answer)
+        raise restore_error(**answer)
     return read_prepared(folder)
 
 
-def make_again(kind: str, error: str, hint: str) -> Error:
+def restore_error(kind: str, error: str, hint: str) -> Error:
     """The error that another process raised; some kinds write their messages themselves."""
     made = KINDS.get(kind, RunFailed)
-    again = made.__new__(made)
-    Error.__init__(again, error, hint=hint)
-    return again
+    restored = made.__new__(made)
+    Error.__init__(restored, error, hint=hint)
+    return restored
 
 
 def _converse(child: subprocess.Popen[str], order: Order, say: Say) -> dict[str, Any] | None:
