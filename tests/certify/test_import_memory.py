@@ -66,8 +66,9 @@ def test_a_run_that_imports_more_has_a_figure_of_its_own(place, measured, more):
     assert measure() == 1001
 
 
-# what a switch turns off is asked without a process below, too
-@pytest.mark.parametrize("switch", ["", pytest.param("1", marks=pytest.mark.wide)])
+# a certificate that has such a process, and what a switch turns off, are below
+@pytest.mark.wide
+@pytest.mark.parametrize("switch", ["", "1"])
 def test_a_process_beside_this_one_measures(place, monkeypatch, switch):
     """It answers as often as it is asked, and what it found is kept where anything is."""
     monkeypatch.setenv(cache.SWITCH, switch)

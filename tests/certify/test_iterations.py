@@ -11,7 +11,8 @@ from typing import Any, get_args
 import pytest
 import torch
 from msgspec.structs import replace
-from tiny_steps import CONFIGS, CPU, H100, build_watched, make_recipe
+from tiny_steps import CONFIGS, CPU, H100, build_watched
+from tiny_steps import make_recipe as make_deeper
 
 from memfit.adapters import find_adapter
 from memfit.allocator.caching import replay
@@ -32,6 +33,7 @@ from memfit.train.rl.rollout import Prompt, Sampling
 from memfit.train.rl.sampling import answer_greedily, sample_in_slots
 from reward_adapters import TARGETS, reward_of, write_adapter
 
+TWO_BLOCKS = {"num_hidden_layers": 2}  # the first one and the last one; more take their turns
 BENCH = Path(__file__).parents[2] / "bench"
 ROLLOUT = Rollout(num_generations=2, max_prompt_length=20, max_completion_length=16, rows=3)
 REWARD = RewardSettings(funcs=("number", "format"))
@@ -67,6 +69,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], Policy, dict[str, Any]]] = {
     "ppo, full": ("ppo", {**MIXED, "recompute_blocks": 1}, PPO, ALONE),
     "rloo, lora": ("rloo", {**LORA, "loss": "chunked", "loss_chunk": 20}, KL, {"rows": 2}),
 }
+
+
+def make_recipe(family: str, config: dict[str, Any] | None = None, **changes: Any) -> Recipe:
+    return make_deeper(family, config=(config or CONFIGS[family]) | TWO_BLOCKS, **changes)
 
 
 class _Short:
@@ -240,7 +246,7 @@ def test_a_reward_on_the_same_base_is_predicted_and_certified_to_the_byte(
     tmp_path, family, objective, policy, changes
 ):
     """Its adapter has targets that the policy's has not, and a rank of its own."""
-    folder = write_adapter(tmp_path / "reward", CONFIGS[family], rank=6)
+    folder = write_adapter(tmp_path / "reward", CONFIGS[family] | TWO_BLOCKS, rank=6)
     rollout = replace(ROLLOUT, **SHORT, **(ALONE if objective == "ppo" else {}))
     reward = reward_of(folder, rank=6, targets=TARGETS[family], funcs=("format",))
     recipe = make_recipe(

@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 from rank_runs import assert_as_certified, assert_as_one_process, run_asked
-from tiny_steps import CONFIGS, make_recipe
+from tiny_steps import CONFIGS as DEEPER
+from tiny_steps import make_recipe as make_deeper
 
 from memfit.records.recipe import LEAN, Freeze, Parallel, Preference, Quantisation, Recipe
 
+# two blocks, the first and the last one; three where a case says so
+TWO = {"num_hidden_layers": 2}
+CONFIGS = {name: config | TWO for name, config in DEEPER.items()}
+THREE = {"num_hidden_layers": 3}
 SHARDS = Parallel(dp_shard=2)
 KEPT = Parallel(dp_shard=2, reshard_after_forward=False)
 COPIES = Parallel(dp_replicate=2)
@@ -53,6 +58,14 @@ RATED = {
         reference="adapter-off",
     ),
 }
+
+
+def make_recipe(
+    family: str = "llama", config: dict[str, Any] | None = None, **changes: Any
+) -> Recipe:
+    return make_deeper(family, config=config or CONFIGS[family], **changes)
+
+
 CASES: dict[str, Recipe] = {
     "stages": make_recipe(parallel=STAGES, accumulation=4, implementation="foreach"),
     "stages-packed-mixed": make_recipe(
@@ -83,7 +96,7 @@ CASES: dict[str, Recipe] = {
     ),
     "stages-of-products": make_recipe(
         "qwen3",
-        config=CONFIGS["qwen3"] | SMALL | {"num_hidden_layers": 2},
+        config=CONFIGS["qwen3"] | SMALL | TWO,
         parallel=Parallel(pp=2, tp=2, sequence_parallel=True),
         accumulation=3,
         micro_batch=1,
@@ -91,7 +104,7 @@ CASES: dict[str, Recipe] = {
         recompute_blocks=1,
     ),
     "stages-of-tokens": make_recipe(
-        config=CONFIGS["llama"] | SMALL | {"num_hidden_layers": 2},
+        config=CONFIGS["llama"] | SMALL | TWO,
         parallel=Parallel(pp=2, cp=2),
         accumulation=2,
     ),
@@ -116,7 +129,7 @@ CASES: dict[str, Recipe] = {
     ),
     "copies-and-products": make_recipe(
         "mistral",
-        config=CONFIGS["mistral"] | SMALL | {"num_hidden_layers": 2},
+        config=CONFIGS["mistral"] | SMALL | TWO,
         **BF16,
         parallel=Parallel(dp_replicate=2, tp=2, sequence_parallel=True),
         method="freeze",
@@ -138,8 +151,8 @@ CASES: dict[str, Recipe] = {
     "tokens-and-products": make_recipe(
         config=CONFIGS["llama"] | SMALL, parallel=Parallel(cp=2, tp=2, sequence_parallel=True)
     ),
-    "ragged-both": make_recipe(config=RAGGED, parallel=BOTH, accumulation=2),
-    "gpt2-kept": make_recipe("gpt2", parallel=KEPT, recompute_blocks=2, accumulation=2),
+    "ragged-both": make_recipe(config=RAGGED | THREE, parallel=BOTH, accumulation=2),
+    "gpt2-kept": make_deeper("gpt2", parallel=KEPT, recompute_blocks=2, accumulation=2),
     "copies": make_recipe("gpt_neox", parallel=COPIES),
     "lora-tied": make_recipe("qwen2", parallel=SHARDS, **LORA, recompute_blocks=1),
     "freeze-loop": make_recipe(
@@ -147,7 +160,7 @@ CASES: dict[str, Recipe] = {
     ),
     "chunked": make_recipe("mistral", parallel=SHARDS, loss="chunked", loss_chunk=20, clip_norm=0),
     "mixed-ragged-chunked": make_recipe(
-        config=RAGGED, parallel=SHARDS, **MIXED, loss="chunked", loss_chunk=20, recompute_blocks=3
+        config=RAGGED | THREE, parallel=SHARDS, **MIXED, **CHUNKED, recompute_blocks=3
     ),
     "mixed-lora-bf16": make_recipe("qwen3", parallel=KEPT, **MIXED, **LORA, base_format="bf16"),
     "lean": make_recipe(parallel=SHARDS, lean=LEAN, recompute_blocks=1, accumulation=2),
@@ -194,7 +207,7 @@ CASES: dict[str, Recipe] = {
         "mistral", **DPO, **CHUNKED, preference=BEFORE, parallel=BOTH
     ),
     "orpo-chunked": make_recipe(config=RAGGED, **ORPO, **CHUNKED, parallel=SHARDS),
-    "cpo-tied": make_recipe(
+    "cpo-tied": make_deeper(
         "gpt2", objective="cpo", preference=Preference(beta=0.1, cross_entropy=1.0), parallel=SHARDS
     ),
     "rated-adapter-off": make_recipe("gpt_neox", **LORA, **RATED, parallel=SHARDS),

@@ -25,7 +25,7 @@ ON = CELLS["GRPO, RLOO"]
 RECIPES = {
     f"{technique} on {axis}": make_sampled(technique, axis) for technique in SAMPLED for axis in ON
 }
-TOLD = ("GRPO on FSDP2", "RLOO on copies", "RLOO on ep", "GRPO, other prompts for ties on FSDP2")
+TOLD = ("GRPO on FSDP2", "RLOO on ep", "GRPO, other prompts for ties on copies")
 NAMES = [n if n in TOLD else pytest.param(n, marks=pytest.mark.wide) for n in RECIPES]
 SCALARS = 16  # bytes of 0-dim results that a step's caller may still hold
 

@@ -125,6 +125,8 @@ def possible(family: str, changes: dict[str, Any]) -> bool:
     """Whether a family's step can be so: see `memfit.families.capabilities.limits`."""
     if family in ("gptj", "phi"):
         return changes.get("loss") != "chunked"
+    if changes.get("objective") == "reward" and not find_family(family).scored:
+        return False
     lean = find_lean(find_family(family).architecture(CONFIGS[family]))
     if not {*changes.get("lean", ())} <= {*lean}:
         return False

@@ -26,6 +26,9 @@ from memfit.train.distributed.ranks import find_place, join
 from memfit.train.run import loop
 from memfit.train.run.loop import Cadence, train
 
+# one block, where an order does not ask for more: what torch works out of each shard takes as long
+# as the steps do
+CONFIG = {**CONFIG, "num_hidden_layers": 1}
 EVEN = {**CONFIG, "vocab_size": 302, "intermediate_size": 78}  # which two ranks can share
 UNEVEN = {**CONFIG, "vocab_size": 301, "intermediate_size": 77}  # which no number of ranks divides
 LORA = Lora(rank=3, alpha=8.0, targets=("q_proj", "v_proj"))

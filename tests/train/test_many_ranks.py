@@ -128,14 +128,17 @@ def start_runs(folder):
         made.clear()
 
 
+TWO_BLOCKS = {"config": {"num_hidden_layers": 2}}
+
+
 @pytest.fixture(scope="module")
 def alone(runs):
-    return runs.whole("alone")
+    return runs.whole("alone", **TWO_BLOCKS)
 
 
 @pytest.fixture(scope="module")
 def even_alone(runs):
-    return runs.whole("even alone", even=True)
+    return runs.whole("even alone", even=True, **TWO_BLOCKS)
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +170,9 @@ WIDE = (pytest.param(mesh, marks=pytest.mark.wide) for mesh in (SHARDS, {"dp_rep
 def test_a_run_of_many_ranks_learns_what_one_process_learns(parallel, runs, alone):
     name = f"many {parallel}"
     micro = 2  # of which a rank of two has two a step, a rank of four one
-    run = runs.whole(name, parallel=parallel, micro_batch=micro)
+    run = runs.whole(name, parallel=parallel, micro_batch=micro, **TWO_BLOCKS)
     same_learning(runs, name, run, alone, "alone")
-    held_to_certificates(runs, run, parallel, micro)
+    held_to_certificates(runs, run, parallel, micro, **TWO_BLOCKS)
     said = [generate(runs.folder / one, "the", 8, temperature=0) for one in (name, "alone")]
     assert said[0] == said[1]
     logs = sorted((runs.folder / name / "ranks").glob("*/log.jsonl"))
@@ -211,15 +214,16 @@ def padded(recipe, rank):
 
 @pytest.mark.slow
 def test_ranks_that_share_products_learn_what_one_process_learns(runs, even_alone):
-    run = runs.whole("products", parallel=PRODUCTS, micro_batch=4, even=True)
+    order = {"even": True, **TWO_BLOCKS}
+    run = runs.whole("products", parallel=PRODUCTS, micro_batch=4, **order)
     same_learning(runs, "products", run, even_alone, "even alone")
-    held_to_certificates(runs, run, PRODUCTS, 4, even=True)
+    held_to_certificates(runs, run, PRODUCTS, 4, **order)
 
 
 @pytest.mark.slow
 def test_a_run_moves_between_layouts(runs, even_alone):
     """From 2 stages of 2 shards to 2 ranks that share products, to 2 stages."""
-    order = {"even": True, "steps": 6, "micro_batch": 2}
+    order = {"even": True, "steps": 6, "micro_batch": 2, **TWO_BLOCKS}
     stop(runs, "changed", 2, parallel={"pp": 2, "dp_shard": 2}, **order | {"micro_batch": 1})
     stop(runs, "changed", 4, parallel=PRODUCTS, **order)
     moved = runs.whole("changed", parallel={"pp": 2}, **order)
@@ -230,9 +234,10 @@ def test_a_run_moves_between_layouts(runs, even_alone):
 @pytest.mark.wide  # the test before moves a run to and from each kind of layout
 def test_ranks_that_share_products_move(runs, even_alone):
     """From 2 x 2 to 2 without shared products, to 2 with them."""
-    stop(runs, "moved products", 2, parallel={**SHARDS, **PRODUCTS}, steps=6, even=True)
-    stop(runs, "moved products", 4, parallel=SHARDS, steps=6, even=True)
-    moved = runs.whole("moved products", parallel=PRODUCTS, steps=6, even=True)
+    order = {"even": True, "steps": 6, **TWO_BLOCKS}
+    stop(runs, "moved products", 2, parallel={**SHARDS, **PRODUCTS}, **order)
+    stop(runs, "moved products", 4, parallel=SHARDS, **order)
+    moved = runs.whole("moved products", parallel=PRODUCTS, **order)
     same_learning(runs, "moved products", moved, even_alone, "even alone")
 
 
@@ -252,7 +257,7 @@ def test_ranks_that_share_rows_learn_what_one_process_learns_and_move(runs):
 SPARSE = {
     "config": {
         "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
-        "intermediate_size": 80, "num_hidden_layers": 2,
+        "intermediate_size": 80,
     },
     "steps": 6,
 }  # fmt: skip
