@@ -14,12 +14,13 @@ BLOCKS, HIDDEN = 44, 6144
 PROJECTIONS = BLOCKS * 12 * HIDDEN**2  # weights of query_key_value, dense, and the feed-forward
 
 
+# of `make test`: what int8 and nf4 hold: plan/test_quantised_memory.py; recipes/:
+# test_closed_forms.py; their iterations: plan/test_rollout_memory.py; deep models' tapes:
+# test_repeating.py; what was certified of these: docs/test_recorded.py
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("base_format", "device", "bits", "what"),
     [
-        # what int8 and nf4 hold: plan/test_quantised_memory.py; recipes/: test_closed_forms.py;
-        # what was certified of these: docs/test_recorded.py
         pytest.param("int8", "rtx-4090", 8.0, "lora", marks=pytest.mark.wide),
         pytest.param("nf4", "rtx-3090", 4.13, "lora", marks=pytest.mark.wide),
         pytest.param("int8", "rtx-4090", 8.0, "dpo", marks=pytest.mark.wide),
@@ -49,7 +50,10 @@ def test_a_20b_model_with_a_quantised_base_is_certified_to_fit_24_gb(
 @pytest.mark.parametrize(
     ("name", "slots", "peak_phase"),
     [
-        ("gpt-neox-20b_nf4-grpo_rtx-4090", (8 * 1024 + 512) * 2 * 44 * 6144 * 2, "prefill"),
+        pytest.param(
+            "gpt-neox-20b_nf4-grpo_rtx-4090", (8 * 1024 + 512) * 2 * 44 * 6144 * 2, "prefill",
+            marks=pytest.mark.wide,
+        ),
         pytest.param(  # whose prompts have an answer each, so that no row keeps them
             "gpt-neox-20b_nf4-ppo-reward_rtx-4090", 8 * 512 * 2 * 44 * 6144 * 2, "prefill",
             marks=pytest.mark.wide,

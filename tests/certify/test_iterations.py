@@ -188,7 +188,8 @@ def test_a_certificate_has_the_phases_and_wants_segments_that_expand():
 
 
 @pytest.mark.parametrize(
-    ("rows", "group"), [(3, 2), pytest.param(5, 4, marks=pytest.mark.wide), (0, 3)]
+    ("rows", "group"),  # all in flight: also "rloo, full" above
+    [(3, 2), *(pytest.param(*given, marks=pytest.mark.wide) for given in ((5, 4), (0, 3)))],
 )
 def test_answers_of_any_lengths_hold_no_more_than_the_trace(rows, group):
     """Prompts of 1 to 20 tokens and answers of 1 to 9, so that slots are refilled one by one."""
@@ -235,7 +236,7 @@ def test_held_out_prompts_are_answered_within_what_a_rollout_holds():
     ("family", "objective", "policy", "changes"),
     [
         ("llama", "ppo", PPO, {**MIXED, "base_format": "bf16"}),
-        ("gpt_neox", "grpo", KL, {}),
+        pytest.param("gpt_neox", "grpo", KL, {}, marks=pytest.mark.wide),
         pytest.param("qwen3_moe", "online_dpo", PAIRS, {}, marks=pytest.mark.wide),
         pytest.param("gemma3_text", "rloo", TWICE, {"loss": "chunked", "loss_chunk": 20},
                      marks=pytest.mark.wide),

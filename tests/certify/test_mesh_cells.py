@@ -34,9 +34,9 @@ HOLD_SCALARS = (Phase.FIRST_STEP, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
 WITHIN_BLOCKS = (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE)
 # cells whose parts no other test runs; the rest is of the wide suite
 TOLD = (
-    "LoRA on pp", "DoRA on FSDP2", "AdamW in 8 bits on tp", "Lion on pp", "QAT on tp",
+    "DoRA on FSDP2", "AdamW in 8 bits on tp", "Lion on pp", "QAT on tp",
     "label smoothing, z-loss on tp", "LoRA over nf4 on pp", "compiled blocks on FSDP2",
-    "SimPO on cp", "reward model on cp", "KTO on FSDP2", "KTO on pp", "NEFTune on tp",
+    "SimPO on cp", "reward model on cp", "KTO on pp", "NEFTune on tp",
     "Muon on FSDP2", "KTO on ep",
 )  # fmt: skip
 NAMES = [n if n in TOLD else pytest.param(n, marks=pytest.mark.wide) for n in RECIPES]

@@ -225,7 +225,9 @@ ALIKE = (
     "bf16-foreach", "mixed-copies-sgd", "stages-of-tokens", "tokens-and-shards",
     "mixed-nf4-on-the-host", "dpo-adapter-off-tied-copies", "dpo-adapter-off-mixed-nf4",
     "cpo-tied",
-    "simpo", "reward", "rated-adapter-off", "mixed-8bit",  # tests/certify/test_mesh_cells.py
+    # tests/certify/test_mesh_cells.py
+    "simpo", "reward", "rated-adapter-off", "mixed-8bit", "orpo-chunked", "tokens",
+    "copies",  # test_sampled_ranks.py; and with shards: "dpo-precomputed-both"
 )  # fmt: skip
 NAMES = [pytest.param(n, marks=pytest.mark.wide) if n in ALIKE else n for n in CASES]
 

@@ -81,7 +81,7 @@ def tuned(base, name, fault=lambda built: None):
 
 # trained as others are, but for a factor, a base, and a precision that nf4 has, too; DoRA is LoRA
 # with a norm more
-ALIKE = ("lora", "rslora", "lora over int8", "full, bf16-mixed")
+ALIKE = ("lora", "rslora", "dora", "lora over int8", "full, bf16-mixed")
 
 
 @pytest.mark.slow
