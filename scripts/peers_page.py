@@ -21,9 +21,10 @@ Small Llamas on a CPU ({machine}, one thread each), of a size with the same data
 precision, every step made by each trainer in turn, in a process of its own. *Time* is processor
 time of a step over that of memfit uncompiled, the median of rounds. *Saved* is what is alive when
 the backward begins, above the step's start; *step* the most alive at once. `memfit` is the plan of
-a request that says `loss: chunked`, `memfit-compiled` the same with `compile: blocks`. HF Trainer
-and TRL run as they are set up by default, with fused AdamW, and with `torch_compile`; litgpt as its
-own scripts do, and compiled whole.
+a request that says `loss: chunked`, with the heap that it chooses (`allocator: keep_freed:True`) as
+`memfit train` sets it; `memfit-compiled` is the same with `compile: blocks`. HF Trainer and TRL run
+as they are set up by default, with fused AdamW, and with `torch_compile`; litgpt as its own scripts
+do, and compiled whole.
 
 ## memfit's faster one beside the fastest of the others
 
