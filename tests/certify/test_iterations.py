@@ -21,6 +21,7 @@ from memfit.certify.evidence.certificate import make_certificate
 from memfit.certify.iterations import First, trace_iterations
 from memfit.families import read_model
 from memfit.families.capabilities.kv_cache import cache_bytes
+from memfit.families.capabilities.turned import LEAST_TOKENS
 from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Recipe
@@ -142,6 +143,48 @@ def test_every_phase_holds_the_same_bytes_real_and_fake(
     assert {phase: fake.phases[phase] for phase in peaks} == peaks
     for phase in peaks:
         assert fake.ledger.by_kind(phase) == real.ledger().by_kind(phase)
+
+
+LARGE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+LONG = {"rows": 0, "max_completion_length": 64}  # whose slots are larger than any weight
+LEAST = {"max_completion_length": LEAST_TOKENS}
+TURNED: dict[str, Any] = {
+    "llama, full": ("llama", LARGE, {}, LEAST),
+    "qwen2, biases, tied, lean": ("qwen2", LARGE, {"lean": ("norm", "mlp")}, LONG),
+    "llama, bf16": ("llama", LARGE, {"precision": "bf16"}, LEAST),
+    "gpt2, whose head alone is an nn.Linear": pytest.param(
+        "gpt2", {"n_embd": 256, "vocab_size": 512, "n_positions": 256}, {}, LONG,
+        marks=pytest.mark.wide,
+    ),
+    "experts": pytest.param(
+        "qwen3_moe", LARGE | {"num_experts": 512}, {}, LEAST, marks=pytest.mark.wide
+    ),
+    "opt, lora, projected": pytest.param(
+        "opt", {"hidden_size": 256, "ffn_dim": 512, "word_embed_proj_dim": 512}, LORA, LONG,
+        marks=pytest.mark.wide,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "config", "changes", "slots"), TURNED.values(), ids=TURNED)
+def test_weights_that_lie_by_columns_are_counted(family, config, changes, slots):
+    """Of weights at least 256 wide, in fp32: spare rows, and one weight that is there twice."""
+    rollout = replace(ROLLOUT, **slots)
+    recipe = make_recipe(
+        family, config=CONFIGS[family] | config, accumulation=2, objective="grpo",
+        sequence_length=rollout.width, **changes,
+    )  # fmt: skip
+    recipe = replace(recipe, rollout=rollout, reward=REWARD)
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    predicted, fake = predict_memory(model, recipe, CPU), trace_iterations(recipe, CPU).ledger
+    real = watch_real(recipe, [longest(recipe.rollout)] * 2).ledger()
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        assert predicted.by_kind(phase) == fake.by_kind(phase) == real.by_kind(phase)
+    step = real.by_kind(Phase.FORWARD)[Kind.PARAMETERS]
+    more = {p: real.by_kind(p)[Kind.PARAMETERS] - step for p in (Phase.PREFILL, Phase.DECODE)}
+    assert all((n == 0) == ("precision" in changes) for n in more.values())
+    told = [e.because for e in predicted.at(Phase.DECODE) if e.kind is Kind.PARAMETERS]
+    assert any("by columns meanwhile" in text for text in told) == (more[Phase.DECODE] > 0)
 
 
 def test_predicted_certified_and_measured_were_equal_in_every_cell():

@@ -14,6 +14,7 @@ from gated_families import SLIDING
 from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.families.capabilities.kv_cache import cache_bytes, layer_caches
+from memfit.families.capabilities.turned import LEAST_TOKENS
 from memfit.train.generation import loop
 from memfit.train.generation.loop import Settings, generate_batch
 from memfit.train.generation.products import quick_products
@@ -27,7 +28,7 @@ CASES = [*((family, {}) for family in FAMILIES if family not in RECURRENT), *SLI
 NAMES = [f"{family}-sliding" if changes else family for family, changes in CASES]
 
 
-def loud(family, changes=None, **recipe):
+def loud(family, changes=None, scale=0.15, **recipe):
     """A model whose weights are large enough that it does not repeat one token."""
     config = CONFIGS[family] | (changes or {})
     made = make_recipe(family, config=config, **recipe)
@@ -36,7 +37,7 @@ def loud(family, changes=None, **recipe):
     with torch.no_grad():
         for weight in built.model.parameters():
             if weight.ndim > 1:
-                weight.copy_(torch.randn(weight.shape, generator=random) * 0.15)
+                weight.copy_(torch.randn(weight.shape, generator=random) * scale)
     return made, built.model
 
 
@@ -326,3 +327,92 @@ def test_fp32_products_of_a_rollout_are_onednns_and_the_modules_stay_as_they_wer
     with pytest.raises(KeyError), quick_products(model):
         raise KeyError
     assert {m: vars(m).get("forward") for m in linears} == linears
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+MANY = replace(GREEDY, max_new_tokens=LEAST_TOKENS)
+SKIPPED = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or not torch.backends.mkl.is_available(),
+    reason="products stay torch's",
+)
+
+
+class Multiplied(TorchDispatchMode):
+    """How the weights of oneDNN's products lie: (shape, strides) of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.lie = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is ONE_DNN:
+            self.lie.add((tuple(args[1].shape), args[1].stride()))
+        return func(*args, **(kwargs or {}))
+
+
+@SKIPPED
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "qwen3_moe"])
+def test_weights_lie_by_columns_in_long_rollouts_and_by_rows_again_after_them(family):
+    """Biases (qwen2, gpt_neox), a head that is the embedding (qwen2), and experts, which stay."""
+    recipe, model = loud(family, WIDE | {"vocab_size": 512}, scale=0.03)
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    prompts = make_prompts((5, 9, 1))
+    with Multiplied() as seen:
+        made = generate_batch(model, prompts, MANY)
+    reference = hugging_face(recipe, model.state_dict()).eval()
+    asked = {"max_new_tokens": MANY.max_new_tokens}
+    assert [m.ids for m in made] == [theirs(reference, prompt, **asked) for prompt in prompts]
+    for prompt, one in zip(prompts, made, strict=True):
+        assert max_gap(model, prompt, one, 1.0) <= 1e-6
+    assert ((528, 256), (1, 528)) in seen.lie  # the head, and what is as large
+    assert ((272, 256), (1, 272)) not in seen.lie, "256 rows need no more"
+    assert all(strides[0] == 1 for shape, strides in seen.lie if min(shape) >= 256)
+    for name, weight in model.named_parameters():
+        same, values = before[name]
+        assert weight is same
+        assert weight.is_contiguous()
+        assert weight.untyped_storage().nbytes() == weight.nbytes
+        assert torch.equal(weight, values)
+
+
+@SKIPPED
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_weights_lie_by_rows_again_where_a_rollout_fails(error):
+    _, model = loud("llama", WIDE)
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    turned = []
+
+    def fail():
+        turned.extend(weight for weight in weights if not weight.is_contiguous())
+        raise error
+
+    with pytest.raises(error), quick_products(model, LEAST_TOKENS):
+        fail()
+    assert len(turned) == 3 * 5, "those of keys and values are small"
+    assert all(w.is_contiguous() for w in weights)
+    assert not any("forward" in vars(m) for m in model.modules() if isinstance(m, nn.Linear))
+
+
+@SKIPPED
+@pytest.mark.parametrize(
+    ("tokens", "recipe", "low"),
+    [(LEAST_TOKENS - 1, {}, False), (LEAST_TOKENS, {"precision": "bf16"}, False),
+     (LEAST_TOKENS, {"precision": "bf16-mixed"}, True)],
+)  # fmt: skip
+def test_weights_stay_where_nothing_is_gained(tokens, recipe, low):
+    """Short answers, and numbers of 16 bits."""
+    _, model = loud("llama", WIDE, **recipe)
+    low_here = torch.autocast("cpu", torch.bfloat16) if low else nullcontext()
+    with low_here, quick_products(model, tokens):
+        assert all(w.is_contiguous() for w in model.parameters())
+
+
+@SKIPPED
+def test_a_weight_that_shares_a_storage_stays():
+    """Turned, it would be there twice: its storage lives on."""
+    _, model = loud("llama", WIDE)
+    shared = model.model.layers[0].mlp.up_proj
+    shared.weight.data = torch.cat([shared.weight.data] * 2)[: shared.weight.shape[0]]
+    with quick_products(model, LEAST_TOKENS):
+        assert shared.weight.is_contiguous()
+        assert not model.model.layers[0].mlp.gate_proj.weight.is_contiguous()

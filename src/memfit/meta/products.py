@@ -26,6 +26,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product if flat else view(product, *x.shape[:-1], weight.shape[0])
 
 
+def linear_by_columns(x: Tensor, weight: Tensor, rows: int, bias: Tensor | None = None) -> Tensor:
+    """`linear` without a gradient by a weight that lies by columns; rows: as many results are made,
+    of which the weight's own are read."""
+    made = empty(x.meter, (*x.shape[:-1], rows), x.dtype)
+    del bias  # is added in place
+    return made.viewed((*x.shape[:-1], weight.shape[0]), made.strides)
+
+
 def multiply_turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight.T + bias`: as `linear`, with a tensor of its own for the product."""
     turned = transpose(weight, 0, 1)

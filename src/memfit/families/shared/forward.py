@@ -13,6 +13,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import msgspec
 
 from memfit import meta
+from memfit.families.capabilities.turned import find_turned_rows
 from memfit.families.shared.masks import Masks, attend_masked
 from memfit.meta import Meter, Tensor
 from memfit.meta.attending.grown import Grown
@@ -72,6 +73,7 @@ class Forward(msgspec.Struct, frozen=True):
     quantised: Dequantised | Quantised = Quantised()  # how weights stored quantised are multiplied
     repeats_keys: bool = False  # keys and values are made for all heads, whatever the kernel
     adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
+    by_columns: bool = False  # how a rollout on a CPU holds weights, see capabilities/turned.py
     only_added: str = ""  # the projection of a block whose result a selective region forgets
     # what variables of the training loop hold until the next micro-batch names them again
     loop: dict[str, list[Tensor]] = {}
@@ -163,6 +165,9 @@ def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     if forward.qat and not of_head:
         weight = round_weight(weight, GROUP if forward.qat == "int4" else weight.shape[1])
     turned = family == "gpt2" and bias is not None
+    plain = of_head or (not turned and family != "falcon")
+    if forward.by_columns and plain and (rows := find_turned_rows(weight.shape, weight.dtype)):
+        return meta.linear_by_columns(x, weight, rows, bias)
     if forward.lean:
         return lean.linear(x, weight, bias, turned)
     if turned and bias is not None:

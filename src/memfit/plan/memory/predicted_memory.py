@@ -61,6 +61,7 @@ from memfit.plan.simulate.sampled.rollout import (
     find_limit,
     record_rollout,
 )
+from memfit.plan.simulate.sampled.turning import explain_turning, find_turning
 from memfit.plan.simulate.segments import Level, Passes, Segment, cut, expand
 from memfit.plan.simulate.setting import (
     Answering,
@@ -108,6 +109,8 @@ def predict_memory(model: Model, recipe: Recipe, device: Device, rank: int | Non
             because = explained[part, nbytes]
             if phase in calls and kind in OF_CALLS:
                 because = calls[phase][kind is Kind.KV_CACHE]
+            if phase in calls and kind is Kind.PARAMETERS:
+                because += explain_turning(nbytes - peaks[Phase.FIRST_STEP].get(part, 0))
             entries.append(
                 Entry(kind=kind, phase=phase, owner=owner, nbytes=nbytes, because=because)
             )
@@ -492,7 +495,8 @@ class _Step:
         cache = cache_of(outline.model.architecture, slots, dtype, self.device)
         held = dict(level.live)
         level.add(rest_of_rounds(recipe, self.device))
-        walk_calls(level, cache, outline.calls(recipe), outline.counts)
+        turning = find_turning(outline.model, slots, self.device)
+        walk_calls(level, cache, outline.calls(recipe), outline.counts, turning)
         level.reset(held)
         if recipe.scored_by_adapter:
             held = dict(level.live)

@@ -9,6 +9,7 @@ from memfit.core.units import show_bytes
 from memfit.families.capabilities.kv_cache import layer_caches
 from memfit.plan.simulate.blocks import Parts
 from memfit.plan.simulate.sampled.rollout import OWNER, Slots, find_admissions, find_limit
+from memfit.plan.simulate.sampled.turning import Turning
 from memfit.plan.simulate.segments import Level, Passes, expand
 from memfit.plan.simulate.setting import Repeat
 from memfit.plan.simulate.updates import hold
@@ -161,10 +162,14 @@ def explain_calls(model: Model, recipe: Recipe) -> dict[Phase, tuple[str, str]]:
     }
 
 
-def walk_calls(level: Level, cache: Parts, calls: Calls, counts: list[Repeat]) -> None:
+def walk_calls(
+    level: Level, cache: Parts, calls: Calls, counts: list[Repeat], turning: Turning
+) -> None:
     """Prompts are read, and the longest step decodes."""
     held = dict(level.live)
-    level.note(Phase.PREFILL)
+    level.note(Phase.PREFILL, turning.begins)
+    level.note(Phase.DECODE, turning.ends)
+    level.add(turning.spare)
     level.add(cache)
     for phase, passes in zip(CALLS, calls, strict=True):
         level.note(phase)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,7 +86,8 @@ def generate_batch(
     found: list[Completion] = []
     if prompts:
         observer.enter(Phase.PREFILL)
-        found = _Loop(caller, prompts, settings, decode, dtype, watch, observer, read).run()
+        with _quick(caller, settings):
+            found = _Loop(caller, prompts, settings, decode, dtype, watch, observer, read).run()
     with torch.no_grad(), _evaluating(model):
         caller.wait()
     return found
@@ -137,10 +138,7 @@ class _Loop:
 
     def run(self) -> list[Completion]:
         """All answers."""
-        model = self.caller.model
-        # gathered weights keep torch's: what they are at this point says nothing of each call
-        products = nullcontext() if self.caller.together else quick_products(model)
-        with torch.no_grad(), _evaluating(model), products:
+        with torch.no_grad(), _evaluating(self.caller.model):
             while self.waiting or self.rows:
                 self.observer.enter(Phase.PREFILL)
                 while self.waiting and len(self.rows) < self.width:
@@ -349,6 +347,17 @@ class _Loop:
             if self.seen is not None:
                 self.seen[place] = self.seen[last]
         self.rows.pop()
+
+
+@contextmanager
+def _quick(caller: Caller, settings: Settings) -> Iterator[None]:
+    """Gathered weights keep torch's products: what they are now says nothing of each call."""
+    with torch.no_grad():
+        if caller.together:
+            yield
+        else:
+            with quick_products(caller.model, settings.max_new_tokens):
+                yield
 
 
 @contextmanager

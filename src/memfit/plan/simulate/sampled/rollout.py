@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from memfit import meta
 from memfit.core.system.collector import without_collecting
 from memfit.families import find_family
+from memfit.families.capabilities.turned import LEAST_TOKENS
 from memfit.families.shared.forward import Forward, bend_logits, project
 from memfit.meta import Tensor
 from memfit.meta.attending.slots import Decode, Prefill
@@ -40,6 +41,7 @@ class Slots(Record, frozen=True, kw_only=True):
     reach: int  # a decoding step attends to a multiple of this many tokens
     heated: bool  # whether a temperature divides logits
     answers: int  # of the waves that stand for all
+    turns: bool = False  # whether a CPU holds weights by columns meanwhile
 
     @classmethod
     def of(cls, recipe: Recipe, limit: int) -> Slots:
@@ -51,6 +53,8 @@ class Slots(Record, frozen=True, kw_only=True):
             prompt=min(rollout.max_prompt_length, tokens), tokens=tokens,
             reach=rollout.reach, heated=rollout.temperature != 1.0,
             answers=rollout.count_shown(answers),
+            turns=rollout.max_completion_length >= LEAST_TOKENS
+            and recipe.parallel.world == 1 and not recipe.autocast,
         )  # fmt: skip
 
     @property
@@ -131,6 +135,7 @@ class _Calls:
             input_ids=ids, position_ids=places, documents=None, narrow=setting.precision.narrow,
             qat=setting.precision.qat, lean=setting.lean,
             quantised=setting.precision.quantised, slots=now,
+            by_columns=self.slots.turns and not setting.cuda,
         )  # fmt: skip
 
     def _begin(self, forward: Forward) -> Forward:
@@ -196,7 +201,7 @@ class _Calls:
             logits = self._head(forward, hidden)
             self._end(logits)
             del hidden, forward, ids
-        self._sample(logits.viewed((rows, logits.shape[-1]), (logits.shape[-1], 1)))
+        self._sample(meta.reshape(logits, rows, logits.shape[-1]))
         del logits, now, after
         simulation.mark("end", "")
 
