@@ -110,7 +110,10 @@ def test_full_training_of_7b_as_memfit_chooses_is_certified_as_recorded():
 
 # What is above 0.6 of the other's bytes. At 58M a step has 512 tokens, whose activations are few
 # beside the head's gradient, which a chunked loss makes before the backward begins.
-MISSED = {("58M", "full-fp32"): 0.75, ("58M", "full-bf16"): 0.65, ("58M", "lora-bf16"): 0.65}
+MISSED = {
+    ("58M", "full-fp32"): 0.75, ("58M", "full-bf16"): 0.65, ("58M", "lora-fp32"): 0.7,
+    ("58M", "lora-bf16"): 0.65,
+}  # fmt: skip
 RACES = [(size, mode) for size, told in PEERS["sizes"].items() for mode in told["modes"]]
 
 
