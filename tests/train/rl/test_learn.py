@@ -368,7 +368,7 @@ def test_every_seed_of_the_bench_has_learned():
     """What docs/objectives.md says of five seeds is what was measured, within two minutes each."""
     rows = json.loads((BENCH.parent / "results" / "rl_learns.json").read_text())["rows"]
     for objective, most, least in (
-        ("grpo", 0.02, 0.98), ("rloo", 0.02, 0.98), ("online_dpo", 0.02, 0.98), ("ppo", 0.4, 0.88),
+        ("grpo", 0.02, 0.98), ("rloo", 0.02, 0.98), ("online_dpo", 0.02, 0.98), ("ppo", 0.4, 0.97),
     ):  # fmt: skip
         found = [row for row in rows if row["objective"] == objective]
         assert [row["seed"] for row in found] == [0, 1, 2, 3, 4]
