@@ -10,7 +10,7 @@ MINUTES ?= 25
 SLICE ?=
 OUT ?=
 
-.PHONY: gpu gpu-pack gpu-land pictures site neighbours page page-tools demo demo-distributed test test-wide check lint types fresh docs bench clean setup
+.PHONY: gpu gpu-pack gpu-land pictures site neighbours page page-tools demo demo-distributed test test-journeys test-wide check lint types fresh docs bench clean setup
 
 setup: $(VENV)/.ready
 
@@ -59,11 +59,16 @@ ui/node_modules/.package-lock.json: ui/package-lock.json
 	fi
 
 # without compiled files each of some hundred processes that tests start would compile memfit anew
-test: setup ui/node_modules/.package-lock.json  ## every test, slow proofs included; of those over all families, some of the settings
-	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest --numprocesses auto --dist worksteal -m 'not wide' $(TESTS)
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest --numprocesses auto --dist worksteal
 
-test-wide: setup  ## every test, in all settings of every family, on examples not seen before
-	env -u PYTHONDONTWRITEBYTECODE MEMFIT_EXAMPLES=new $(PY) -m pytest --numprocesses auto --dist worksteal
+test: setup  ## what plans, certifies and trains: slow proofs included; of those over all families, some of the settings
+	$(PYTEST) -m 'not wide and not journey' $(TESTS)
+
+test-journeys: setup ui/node_modules/.package-lock.json  ## the same of what a user types and reads: commands, screens, the page, documents, exports
+	$(PYTEST) -m 'not wide and journey' $(TESTS)
+
+test-wide: setup ui/node_modules/.package-lock.json  ## every test, in all settings of every family, on examples not seen before
+	MEMFIT_EXAMPLES=new $(PYTEST)
 
 check: lint types fresh
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "build" / "suite_times"
 RESULT = ROOT / "bench" / "results" / "suite_times.json"
 WANTED = "MEMFIT_SUITE_TIMES"
-CHOSEN = "not wide"  # as in the Makefile
+CHOSEN = "not wide"  # as in the Makefile, of `make test` and `make test-journeys`
 STARTED: list[str] = []  # what the present phase of a test has started
 
 

@@ -19,7 +19,7 @@ from memfit.plan.questions import ways_out
 from memfit.plan.search import search
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Freeze, Lora, Optimizer, Recipe
-from share import beyond_the_cover
+from share import beyond_the_cover, is_journey
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: a second thread only waits, and waits busily
@@ -62,8 +62,17 @@ EITHER = (
 DEVICE = re.compile(r"cpu-x86|h100-sxm(5-80gb)?|a_cpu|cpu|cuda")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """What `-m` leaves out whole need not be imported."""
+    if "not journey" in config.option.markexpr and is_journey(collection_path):
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
+        if is_journey(item.path):
+            item.add_marker("journey")
         if zlib.crc32(item.nodeid.encode()) % share(item):
             item.add_marker("wide")
     for item in on_the_other_device(items):

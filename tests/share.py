@@ -1,4 +1,7 @@
-"""Which cases of a matrix `make test` runs: as few as have every value of every axis between them.
+"""What `make test` runs: which files, and which cases of a matrix, as few as have every value of
+every axis between them.
+
+Tests of what a user types and reads are those of `make test-journeys` (the marker `journey`).
 
 `@pytest.mark.covering` says of a parametrised test that its cases differ in settings alone, so
 that a rule fails whichever case with the setting is run. `covering(CASES)` says what the names
@@ -9,10 +12,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import msgspec
+
+# under tests/: folders, and files of others
+JOURNEYS = {
+    "accuracy", "bench", "cli", "docs", "export", "journeys", "screens", "ui",
+    "core/test_libraries.py", "core/test_plugins.py",
+}  # fmt: skip
+TESTS = Path(__file__).parent
+
+
+def is_journey(path: Path) -> bool:
+    """Whether a test, or all of a folder, is about what a user types and reads."""
+    if not path.is_relative_to(TESTS):
+        return False
+    place = path.relative_to(TESTS).as_posix()
+    return place in JOURNEYS or place.partition("/")[0] in JOURNEYS
+
 
 Axes = frozenset[tuple[str, str]]  # each with its value
 

@@ -10,7 +10,8 @@ nothing.
 
 A mutant is put to some of the tests that could notice it: the share of killed ones is a lower
 bound. Survivors are judged in judged.toml: those whose program does what the original does, and
-those that are open.
+those that are open. `--killed` puts mutants to tests anew that some test killed, to that one first:
+does `make test` notice them after tests and sources have changed?
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing import REACHED, choose, find_costs, find_reaching
 from mutants import GROUPS, ROOT, Mutant, draw, find_sites
 from naming import HOLDS_ALL, find_near
 from running import LATE, Put, copy_tree, import_libraries, run_tests
+
+from share import is_journey
 
 RESULT = ROOT / "bench" / "results" / "mutation.json"
 JUDGED = Path(__file__).parent / "judged.toml"
@@ -76,12 +81,9 @@ def group_of(mutant: Mutant) -> str:
 
 
 def find_survivors(rows: dict[str, dict[str, Any]]) -> list[Mutant]:
-    """Those of the source as it is that no test noticed, or that took too long, perhaps for other
-    reasons."""
+    """Those that no test noticed, or that took too long, perhaps for other reasons."""
     reasons = read_reasons()
-    names = {name for name, row in rows.items() if row["by"] in ("", LATE)} - set(reasons)
-    files = sorted({rows[name]["file"] for name in names})
-    return [m for file in files for m in find_sites(file) if m.name in names]
+    return find_anew(rows, lambda row: row["by"] in ("", LATE) and row["mutant"] not in reasons)
 
 
 def read_reasons(judgement: str = "equivalent") -> dict[str, str]:
@@ -117,7 +119,10 @@ def count(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def run(asked: argparse.Namespace) -> None:
     rows = read_rows()
-    if asked.again:
+    if asked.killed:
+        killed = find_anew(rows, lambda row: row["by"] not in ("", LATE))
+        left = [m for m in killed if asked.only in m.file]
+    elif asked.again:
         left = [m for m in find_survivors(rows) if asked.only in m.file]
     else:
         drawn = [m for m in draw(asked.seed, asked.each) if group_of(m) in asked.groups.split(",")]
@@ -131,13 +136,20 @@ def run(asked: argparse.Namespace) -> None:
         costs = find_costs()
         reaching = find_reaching({(m.file, m.block) for m in left})
         for mutant in left:
-            reached = reaching.get((mutant.file, mutant.block), [])
-            near = find_near(mutant, NEAR)
+            reached = [
+                test
+                for test in reaching.get((mutant.file, mutant.block), [])
+                if not is_journey(ROOT / test.partition("::")[0])
+            ]
+            near = [file for file in find_near(mutant, NEAR) if not is_journey(ROOT / file)]
             first = choose(reached, costs, asked.seconds, near)
             files = dict.fromkeys(test.partition("::")[0] for test in first)
             chosen = [*dict.fromkeys([*near[:2], *files, *near])][:FILES]
-            first = asked.first + [file for file in near if file == HOLDS_ALL] + first
-            chosen = [*dict.fromkeys([*(t.partition("::")[0] for t in asked.first), *chosen])]
+            known = [rows[mutant.name]["by"]] if asked.killed else []
+            known = [test for test in known if is_here(test)]
+            first = asked.first + known + [file for file in near if file == HOLDS_ALL] + first
+            wanted = (test.partition("::")[0] for test in asked.first + known)
+            chosen = [*dict.fromkeys([*wanted, *chosen])]
             with Put(tree, mutant):
                 said = run_tests(tree, chosen, first, asked.seconds)
             rows = read_rows()  # another process may have written
@@ -178,6 +190,44 @@ def read() -> None:
         )
 
 
+def is_here(test: str) -> bool:
+    """Whether the file of a test is one of `make test`."""
+    file = ROOT / test.partition("::")[0]
+    return file.suffix == ".py" and file.exists() and not is_journey(file)
+
+
+def find_anew(
+    rows: dict[str, dict[str, Any]], wanted: Callable[[dict[str, Any]], bool]
+) -> list[Mutant]:
+    """Those wanted, where they stand in the source as it is: rows take their names from there, and
+    those whose source is gone are dropped."""
+    found = []
+    for name, row in [(n, r) for n, r in rows.items() if wanted(r)]:
+        del rows[name]
+        mutant = find_again(name, row)
+        if mutant is None:
+            print(f"its source is gone: {name}", flush=True)
+            continue
+        rows[mutant.name] = {**row, "mutant": mutant.name, "line": mutant.line}
+        found.append(mutant)
+    write_rows(rows)
+    return found
+
+
+def find_again(name: str, row: dict[str, Any]) -> Mutant | None:
+    """The mutant of that change and function that is nearest to where it stood."""
+    if not (ROOT / row["file"]).exists():
+        return None
+    sites = [m for m in find_sites(row["file"]) if change_of(m.name) == change_of(name)]
+    sites = [m for m in sites if m.function == row["function"]]
+    return min(sites, key=lambda m: abs(m.line - row["line"]), default=None)
+
+
+def change_of(name: str) -> str:
+    """What a mutant changes, without its place."""
+    return name.partition(" ")[2]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -189,6 +239,7 @@ def main() -> None:
     running.add_argument("--groups", default=",".join(GROUPS), help="which of them")
     running.add_argument("--seconds", type=float, default=30, help="CPU seconds of tests, of each")
     running.add_argument("--again", action="store_true", help="survivors alone")
+    running.add_argument("--killed", action="store_true", help="killed ones alone")
     running.add_argument("--only", default="", help="part of a file's name")
     running.add_argument("--first", nargs="*", default=[], help="tests and files before all others")
     verbs.add_parser("check", help="run what killed without a mutant")

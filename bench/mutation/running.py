@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from mutants import ROOT, Mutant
 
+CHOSEN = "not wide and not journey"  # as in the Makefile, of `make test`
+
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "hypothesis", "numpy", "safetensors")
 LATE = "it took too long"
 # CPU seconds beyond those of all its tests, of a test that does not end; seconds on a clock, and
@@ -150,7 +152,7 @@ def in_child(tree: Path, files: list[str], told: Told) -> None:
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         words = ["-x", "-q", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        words += [] if any("::" in name for name in files) else ["-m", "not wide"]
+        words += [] if any("::" in name for name in files) else ["-m", CHOSEN]
         words += ["-p", "no:randomly", "-p", "no:cacheprovider", "--timeout", "0"]
         code = pytest.main([*words, *files], plugins=[told])
         if not told.answer.exists():
