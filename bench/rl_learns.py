@@ -54,7 +54,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "task": {"steps": 300}, "optimizer": {"learning_rate": 1e-3, "schedule": "linear"},
     },
     # four updates with each of fewer answers, which cost more than sampling does; with PPO's own
-    # kl_coef of 0.05 one or two of nine prompts ended certain of a wrong answer in two of five seeds
+    # kl_coef of 0.05 one or two prompts ended certain of a wrong answer in two of five seeds
     "ppo": {
         "task": {"global_batch": 144, "steps": 100}, "lora": {"rank": 16, "targets": "all-linear"},
         "ppo": {"kl_coef": 0.2},
