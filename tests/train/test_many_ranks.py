@@ -8,6 +8,7 @@ import time
 import warnings
 from contextlib import contextmanager
 from glob import glob
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -353,11 +354,19 @@ def test_a_rank_that_waits_for_one_that_is_gone_ends_where_no_collective_would_f
     assert runs.start_and_end(call, parallel=SHARDS, vanish=call) == [STOPPED, -signal.SIGKILL]
 
 
+def is_ended_by(process, number):
+    """Whether a signal ends a process at once, which neither catches nor ignores it."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    taken = int(fields["SigIgn"], 16) | int(fields["SigCgt"], 16)
+    return not taken >> (number - 1) & 1
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_a_rank_that_waits_for_others_to_come(runs):
     """And what started them ends the others then, of which none could know."""
     first, _ = runs.start("nobody", parallel=SHARDS, absent=True)
-    time.sleep(1)  # or it is not there yet
+    runs.wait_for(lambda: is_ended_by(first, signal.SIGINT))  # as of then it waits
     os.kill(first, signal.SIGINT)
     assert runs.end() == [-signal.SIGINT, -signal.SIGTERM]
 
