@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit import meta
+from memfit.meta.elementwise import sigmoid
 from memfit.meta.layers import routing
 from memfit.train.model.experts import _Restore, _Spread, register_experts
 from size_oracle import Births, agree, ordered
@@ -42,7 +43,7 @@ OPERATIONS = {
     "softmax of bf16": (
         lambda x: F.softmax(x, -1, dtype=torch.float), routing.softmax_in_float, HALF
     ),
-    "sigmoid": (torch.sigmoid, routing.sigmoid, ROWS),
+    "sigmoid": (torch.sigmoid, sigmoid, ROWS),
     "top k": (lambda x: torch.topk(x, 4)[0], lambda x: routing.top_k(x, 4)[0], ROWS),
     "shares": (shares, sizes_shares, ROWS),
     "gather": (

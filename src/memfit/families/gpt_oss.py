@@ -21,6 +21,7 @@ from memfit.families.shared.weights import Rows, decoder, gated_config, linear
 from memfit.meta import Tensor
 from memfit.meta.attending.sinks import attend_beside_sinks, attend_with_sinks
 from memfit.meta.attending.slots import Decode, attend_slots
+from memfit.meta.elementwise import sigmoid
 from memfit.meta.layers import routing
 from memfit.records.model import SLIDING, Architecture, Weight
 
@@ -211,7 +212,7 @@ def _gate(forward: Forward, x: Tensor) -> Tensor:
     gate, up = meta.every_other(x), meta.every_other(x)
     gate = meta.clamp(gate, 1)
     up = meta.clamp(up, 2)
-    glu = meta.mul(gate, routing.sigmoid(meta.scale(gate)))
+    glu = meta.mul(gate, sigmoid(meta.scale(gate)))
     return meta.mul(meta.shift(up), glu)
 
 

@@ -40,6 +40,7 @@ from memfit.families.shared.weights import (
     whole_norm_rows,
 )
 from memfit.meta import Tensor
+from memfit.meta.elementwise import sigmoid
 from memfit.meta.layers import routing
 from memfit.records.model import Architecture, TensorSpec
 
@@ -105,7 +106,7 @@ def _route(forward: Forward, weights: Weights, x: Tensor) -> Routed:
     experts, weight = forward.architecture.experts, weights["mlp.gate.weight"]
     x = meta.reshape(x, -1, forward.architecture.hidden)
     logits = meta.linear(meta.cast(x, weight.dtype), weight)
-    scores = routing.sigmoid(meta.cast(logits, "float32"))
+    scores = sigmoid(meta.cast(logits, "float32"))
     corrected = routing.correct(scores)
     best, chosen = routing.top_k(corrected, experts.per_token)
     shares = routing.gather_last(scores, chosen)

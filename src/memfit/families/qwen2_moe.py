@@ -29,7 +29,7 @@ from memfit.families.shared.weights import (
     norm_rows,
 )
 from memfit.meta import Tensor
-from memfit.meta.layers import routing
+from memfit.meta.elementwise import sigmoid
 from memfit.records.model import SLIDING, Architecture
 
 
@@ -102,7 +102,7 @@ def _experts(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
 
 def _gate(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     """What the shared expert counts for: (tokens, 1)."""
-    return routing.sigmoid(project(forward, weights, "mlp.shared_expert_gate", x))
+    return sigmoid(project(forward, weights, "mlp.shared_expert_gate", x))
 
 
 def _window(config: Mapping[str, Any]) -> int:

@@ -52,10 +52,6 @@ def stores_codes(weight: Weight, base_format: str) -> bool:
     return is_projection(weight)
 
 
-def _coding_experts() -> list[str]:
-    return [f.name for f in list_base_formats() if f.own and f.codes_experts]
-
-
 def check_base(model: Model, base_format: str, method: str) -> None:
     """Raise InvalidRequest for a quantised base that cannot be made, or not be trained beside."""
     if not is_quantised(base_format):
@@ -75,10 +71,11 @@ def check_base(model: Model, base_format: str, method: str) -> None:
             hint="use `method: lora`, whose adapters are trained beside it",
         )
     if model.architecture.experts.count and not declared.codes_experts:
+        other = next(f.name for f in list_base_formats() if f.own and f.codes_experts)
         raise InvalidRequest(
             f"{stated}: the experts of `{model.name}` are one 3-D parameter a layer, and"
             f" {declared.library} quantises matrices",
-            hint=f"use `base_format: {_coding_experts()[0]}`, which codes them, or bf16",
+            hint=f"use `base_format: {other}`, which codes them, or bf16",
         )
     largest = max(w.numel for w in model.weights if stores_codes(w, base_format))
     if declared.most_weights and largest > declared.most_weights:

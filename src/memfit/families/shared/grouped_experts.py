@@ -16,6 +16,7 @@ from memfit.families.shared.config import size, size_or, whole
 from memfit.families.shared.experts import Routed, read_experts
 from memfit.families.shared.forward import Forward, Weights, module
 from memfit.meta import Tensor
+from memfit.meta.elementwise import sigmoid
 from memfit.meta.layers import routing
 from memfit.records.model import Architecture, Experts, TensorSpec
 
@@ -80,7 +81,7 @@ def route_by_sigmoid(forward: Forward, weights: Weights, x: Tensor) -> Routed:
     experts = forward.architecture.experts
     x = meta.view(x, -1, forward.architecture.hidden)
     logits = _logits(weights, x)
-    scores = routing.sigmoid(logits)
+    scores = sigmoid(logits)
     corrected = routing.correct(scores)
     best = routing.total(routing.top_k(_grouped(forward, corrected), 2)[0], -1)
     held, hidden = _hidden_groups(forward, best)

@@ -32,20 +32,6 @@ def _saved_result_backward(dtype: str) -> Rule:
     return rule
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """`torch.sigmoid(x)`, which saves its result."""
-    node = record(_sigmoid_backward, (x,))
-    result = attach(node, like(x))
-    if node is not None:
-        node.saved = [x.meter.pack(result)]
-    return result
-
-
-def _sigmoid_backward(node: Node, grads: Incoming) -> Gradients:
-    grad, result = upstream(grads), node.unpack(0)
-    return (like(grad, result),)
-
-
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`torch.topk(x, k)`: values and int64 indices, (..., k) each; saves the indices."""
     shape = (*x.shape[:-1], k)

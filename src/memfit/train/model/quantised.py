@@ -121,10 +121,9 @@ class QuantisedExperts(Quantised):
     def multiply(self, x: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
         """(rows, in) -> (rows, out): each group of rows, which ends where `ends` (experts,) says,
         with its expert's matrix; transposed: stored as (experts, in, out)."""
-        kind = x.device.type
-        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        with torch.autocast(kind, enabled=False):
-            return cast(Tensor, _GroupedProduct.apply(x.to(low), ends, self, transposed))  # type: ignore[no-untyped-call]
+        low = _lower(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return cast(Tensor, _GroupedProduct.apply(low, ends, self, transposed))  # type: ignore[no-untyped-call]
 
 
 class QuantisedLinear(Quantised, nn.Linear):
@@ -148,12 +147,10 @@ class QuantisedLinear(Quantised, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class. Autocast is off inside: some of the kernels are written with torch."""
-        kind = x.device.type
-        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        rows = x.to(low)
+        rows = _lower(x)
         if x.dim() != 2:
             rows = rows.reshape(-1, self.in_features)
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             product = self._multiply(rows)
         return product if x.dim() == 2 else product.view(*x.shape[:-1], self.out_features)
 
@@ -174,6 +171,12 @@ class QuantisedLinear(Quantised, nn.Linear):
             self.outliers += outliers
             self.columns += self.in_features
         return product
+
+
+def _lower(x: Tensor) -> Tensor:
+    """In the dtype of autocast, where it is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 class _DenseProduct(torch.autograd.Function):

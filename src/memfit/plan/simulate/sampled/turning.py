@@ -14,7 +14,6 @@ from memfit.records.hardware import Device
 from memfit.records.ledger import Kind
 from memfit.records.model import Model, Weight
 
-BESIDE = (".gate.weight", ".router.weight")  # routers, which are no `nn.Linear`
 AROUND = (".project_out.weight", ".project_in.weight")  # of small embeddings, around the blocks
 
 
@@ -61,7 +60,7 @@ def find_turned(model: Model) -> Iterator[Weight]:
     around = [w for w in model.weights if w.name.endswith(AROUND)]
     blocks = [w for w in model.weights if plain and w.part == "block"]
     for weight in (*around, *blocks, *heads):
-        beside = ".lora_" in weight.name or weight.name.endswith(BESIDE)
+        beside = ".lora_" in weight.name or weight.chooses  # routers are no `nn.Linear`
         if beside or weight.coding or weight.of_value:
             continue
         if find_turned_rows(weight.shape, weight.dtype):
