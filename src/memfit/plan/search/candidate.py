@@ -63,6 +63,7 @@ class Ratio:
         self.blocks = 0  # bytes of blocks, above the peak
         # between which that of another candidate may lie
         self.ends = (LEAST, MOST) if assumed is None else (assumed, assumed)
+        self.refuted: set[Recipe] = set()  # what did not fit by its own replay
 
     @contextmanager
     def at(self, value: float) -> Iterator[None]:
@@ -155,8 +156,9 @@ class Candidate:
         device, assumed = self.problem.device, self.problem.assumed_ratio
         if assumed is not None and self._has_tape:
             slack = Slack(
-                low=assumed, typical=assumed, high=assumed, source="another plan's replay"
-            )
+                low=assumed, typical=assumed, high=assumed * self._spread.high,
+                source="another plan's replay",
+            )  # fmt: skip
             return find_needed(slack, self.peak, device, self.recipe.parallel)
         streams = find_streams(self.model, self.recipe, device)
         return find_needed(SLACK, self.peak, device, self.recipe.parallel, streams)
@@ -193,6 +195,11 @@ class Candidate:
             return find_needed(slack, replayed.reserved, device, parallel)
         return self._closed
 
+    @property
+    def _spread(self) -> Slack:
+        """What is added to reserved bytes that a near candidate's replay tells of."""
+        return SAMPLED if self.recipe.samples else NO_SLACK
+
     @cached_property
     def seconds(self) -> float:
         """Predicted step time, for ranking."""
@@ -206,7 +213,7 @@ class Candidate:
         what is chosen in the end has to be `proved`.
         """
         usable = self.problem.usable
-        if not self.spares_host:
+        if not self.spares_host or self.recipe in self.ratio.refuted:
             return False
         if usable is None:
             return True
@@ -243,9 +250,17 @@ class Candidate:
 
     @property
     def proved(self) -> bool:
-        """Whether it fits by its own replay, not by that of a near candidate."""
+        """Whether it fits by its own replay, not by that of a near candidate.
+
+        What does not is left out from then on.
+        """
         usable = self.problem.usable
-        return self.spares_host and (usable is None or self._against() <= usable)
+        if not self.spares_host:
+            return False
+        if usable is None or self._against() <= usable:
+            return True
+        self.ratio.refuted.add(self.recipe)
+        return False
 
     @cached_property
     def on_host(self) -> int:
@@ -268,7 +283,8 @@ class Candidate:
 
     def _about(self, reserved: float) -> int:
         """Return the same for these reserved bytes."""
-        needed = find_needed(NO_SLACK, round(reserved), self.problem.device, self.recipe.parallel)
+        device, parallel = self.problem.device, self.recipe.parallel
+        needed = find_needed(self._spread, round(reserved), device, parallel)
         return needed.against(tight=self._tight)
 
     def _process(self, peak: int) -> Needed:
