@@ -1,6 +1,7 @@
 """What a run's imports take is measured once for each set of packages, and never guessed."""
 
 import json
+import logging
 import subprocess
 import sys
 
@@ -204,3 +205,18 @@ def test_where_memory_is_short_one_process_follows_the_other(tiny_recipe, monkey
     order = Order(recipe=tiny_recipe, device=find_device("cpu"), usable=2**33)
     certification.start_measuring([to_json(order, indent=-1)], {})
     assert asked == [True] * waits
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_libraries_that_are_imported_say_nothing_that_nobody_can_act_on(monkeypatch, capfd, lean):
+    """bitsandbytes, which peft imports, warns of a package on processors that compute in bf16."""
+
+    def warn(*names, **rest):
+        logging.getLogger("bitsandbytes.backends.cpu.ops").warning("no kernels")
+
+    monkeypatch.setattr(import_memory, "import_module", warn)
+    monkeypatch.setattr(import_memory, "import_lean", warn)
+    import_memory.import_for_run(adapters=True, lean=lean)
+    assert capfd.readouterr().err == ""
+    warn()
+    assert "no kernels" in capfd.readouterr().err

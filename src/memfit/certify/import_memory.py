@@ -23,7 +23,7 @@ from memfit.certify import cache
 from memfit.certify.lean_imports import import_lean
 from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import NotCertified
-from memfit.core.libraries import scan_models_once
+from memfit.core.libraries import quiet_import, scan_models_once
 from memfit.core.system.processes import end_with_parent, name_parent
 from memfit.core.system.streams import answers_alone
 
@@ -41,13 +41,14 @@ def import_for_run(*, adapters: bool, lean: bool) -> None:
     """Import what a run has imported when its first tensor is made; see `start_measuring`."""
     from memfit.train.measure import resident
 
-    if lean:
-        import_lean(resident.TRAINING, adapters=adapters, prepare=scan_models_once)
-    else:
-        for name in resident.TRAINING:
-            import_module(name)
-    if adapters:
-        import_module(resident.ADAPTERS)
+    with quiet_import():
+        if lean:
+            import_lean(resident.TRAINING, adapters=adapters, prepare=scan_models_once)
+        else:
+            for name in resident.TRAINING:
+                import_module(name)
+        if adapters:
+            import_module(resident.ADAPTERS)
 
 
 def start_measuring(
