@@ -54,6 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3, within windows": ("gemma3_text", {"sliding_window": 15}),
     "experts": ("qwen3_moe", {}),
     "latent attention": ("deepseek_v3", {}),
+    "linear attention": ("qwen3_5_text", {}),
 }
 SETTINGS: dict[str, tuple[str, dict[str, Any], Policy, dict[str, Any]]] = {
     "grpo, full": ("grpo", {}, Policy(), {}),

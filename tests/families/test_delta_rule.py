@@ -8,9 +8,18 @@ import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_chunk_gated_delta_rule as their_rule,
 )
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    torch_recurrent_gated_delta_rule as their_step,
+)
 
 from memfit import meta
-from memfit.families.shared.hybrid.delta_rule import CHUNK, TURNS, chunked_delta_rule, chunks_of
+from memfit.families.shared.hybrid.delta_rule import (
+    CHUNK,
+    TURNS,
+    chunked_delta_rule,
+    chunks_of,
+    step_delta_rule,
+)
 from memfit.records.model import Linear
 from size_oracle import HOST_SCALAR, Births, make, meter_events, ordered, total
 
@@ -75,6 +84,50 @@ LENGTHS = (1, 16, CHUNK, CHUNK + 1, 2 * CHUNK, TURNS * CHUNK, 6 * CHUNK, 6 * CHU
 def test_every_chunk_holds_what_hugging_faces_function_holds(tokens, linear, dtype):
     meter, start, _ = ours(tokens, linear, dtype, EVERY, unrolled=True)
     assert meter_events(meter, start) == ordered(theirs(tokens, linear, dtype, EVERY))
+
+
+def dtypes(dtype):
+    return [dtype] * 3 + ["float32", dtype]
+
+
+def generated(tokens, linear, dtype):
+    """Events of Hugging Face's function while answers are sampled: of prompts, or of one token."""
+    whole = zip(shapes(tokens, linear), dtypes(dtype), strict=True)
+    given = [torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in whole]
+    held = torch.zeros(ROWS, linear.value_heads, linear.key, linear.value)
+    more = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    with torch.no_grad(), Births(held, *given) as births:
+        query, key, value, decay, beta = given
+        if tokens == 1:
+            out = their_step(query, key, value, decay, beta, initial_state=held, **more)
+        else:
+            out = their_rule(query, key, value, decay, beta, **more)
+        del out
+    return list(births.events)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("linear", [HEADS, ALIKE], ids=["repeated", "alike"])
+@pytest.mark.parametrize("tokens", [1, 16, CHUNK + 1, (TURNS + 2) * CHUNK])
+def test_prompts_and_steps_hold_what_hugging_faces_functions_hold(tokens, linear, dtype):
+    """With the state that each leaves."""
+    events = [e for e in generated(tokens, linear, dtype) if abs(e) > HOST_SCALAR]
+    meter, a = meta.Meter(unrolled=True), SimpleNamespace(linear=linear)
+    whole = zip(shapes(tokens, linear), dtypes(dtype), strict=True)
+    given = [make(meter, shape, kind, False) for shape, kind in whole]
+    held = make(meter, (ROWS, linear.value_heads, linear.key, linear.value), "float32", False)
+    start, states = len(meter.events), []
+    with meter.without_graph():
+        if tokens == 1:
+            out, state = step_delta_rule(a, given, held)
+        else:
+            out = chunked_delta_rule(a, *given, states)
+            state = states.pop()
+        assert state.shape == held.shape
+        del out, state
+    top, left = highest(meter, start)
+    assert (top, left) == (max(accumulate(events)), sum(events))
+    assert meter_events(meter, start) == ordered(events)
 
 
 # the first block under an adapter may have a gradient in some of them alone

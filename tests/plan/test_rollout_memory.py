@@ -8,11 +8,13 @@ from msgspec.structs import replace
 from memfit import catalog
 from memfit.adapters import find_adapter
 from memfit.certify.iterations import trace_iterations
+from memfit.core.units import show_bytes
 from memfit.families import read_model
 from memfit.families.capabilities.kv_cache import cache_bytes
 from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.plan.simulate.sampled.rollout import Admission, Slots
 from memfit.records.ledger import Kind, Phase
+from memfit.records.model import LINEAR
 from memfit.records.recipe import Freeze, Lora
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 from tiny_models import CONFIGS, make_recipe
@@ -132,6 +134,15 @@ CASES = {
     "deepseek_v3, full, latent attention": ("deepseek_v3", FULL),
     "deepseek_v3, lora, latent attention": ("deepseek_v3", WITH_KL),
     "deepseek_v2, lora, latent attention": ("deepseek_v2", PENALISED),
+    # states of a row decide: they are larger than what a step makes of the vocabulary
+    "qwen3_5, ppo, states": ("qwen3_5_text", VALUED),
+    "qwen3_5, full, states": ("qwen3_5_text", FULL),
+    "qwen3_5, lora, states, prompts of two chunks": (
+        "qwen3_5_text", ("grpo", ADAPTED, KL, {"max_prompt_length": 70, "rows": 2})
+    ),
+    "qwen3_5, nf4, states": (
+        "qwen3_5_text", ("grpo", {**ADAPTED, "base_format": "nf4"}, KL, {})
+    ),
     "bloom, lora, by distance": ("bloom", ("grpo", {**ADAPTED, "attention": "math"}, KL, {})),
     "mpt, full, by distance": ("mpt", ("rloo", {"attention": "math"}, TWICE, {})),
     "falcon, lora": ("falcon", WITH_KL),
@@ -142,7 +153,13 @@ CASES = {
     "stablelm, full": ("stablelm", FULL),
     "glm4_moe, lora": ("glm4_moe", WITH_KL),
 }  # fmt: skip
-WINDOWS = {"gemma3_text": {"sliding_window": 15}}
+CHANGED = {
+    "gemma3_text": {"sliding_window": 15},
+    "qwen3_5_text": {
+        "linear_key_head_dim": 32, "linear_value_head_dim": 48, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "max_position_embeddings": 256,
+    },
+}  # fmt: skip
 SHORT = {"max_completion_length": 4}
 LONG = ("llama, dora", "llama, nf4")  # which show what steps of a long answer add
 # whose parts another family of these has, too
@@ -163,7 +180,7 @@ def make(family, setting, **more):
     objective, changes, policy, slots = setting
     rollout = replace(ROLLOUT, **slots)
     recipe = make_recipe(
-        family, config=CONFIGS[family] | WINDOWS.get(family, {}), accumulation=4,
+        family, config=CONFIGS[family] | CHANGED.get(family, {}), accumulation=4,
         objective=objective, sequence_length=rollout.width, **changes, **more,
     )  # fmt: skip
     return replace(recipe, rollout=rollout, policy=policy, reward=REWARD)
@@ -197,6 +214,7 @@ ON_CUDA = [
     "llama, pairs", "gpt_neox, pairs", "qwen3, pairs, chunked",
     "llama, nf4, inputs of blocks on the host", "gpt_neox, ppo, activations on the host",
     "llama, full, activations on the host", "llama, pairs, full", "llama, ppo, full",
+    "qwen3_5, ppo, states", "qwen3_5, lora, states, prompts of two chunks", "qwen3_5, full, states",
 ]  # fmt: skip
 
 
@@ -270,6 +288,25 @@ def test_the_ledger_says_what_a_rollout_s_bytes_are_of():
         assert text.startswith(f"3 rows of 48 tokens and one of 20 x {each} B in")
     assert because[Phase.PREFILL, Kind.ACTIVATIONS] == "a call over 2 x 20 tokens of prompts"
     assert "a step of 3 rows over 48 tokens" in because[Phase.DECODE, Kind.LOGITS]
+
+
+def test_states_of_rows_are_in_the_ledger_and_do_not_grow_with_answers():
+    """By hand: 8 heads of 32 x 48 fp32, and 4 columns of 2 x 4 x 32 + 8 x 48 channels."""
+    recipe = make("qwen3_5_text", FULL)
+    a, held, told = read_model(recipe.model).architecture, [], []
+    stateful = sum(a.kind(layer) == LINEAR for layer in range(a.layers))
+    state = stateful * (8 * 32 * 48 + 4 * 640) * 4
+    for completion in (28, 58):
+        rollout = replace(recipe.rollout, max_completion_length=completion)
+        asked = replace(recipe, rollout=rollout, sequence_length=rollout.width)
+        ledger = predict_memory(read_model(recipe.model), asked, CPU)
+        entry = next(e for e in ledger.at(Phase.DECODE) if e.kind is Kind.KV_CACHE)
+        held.append(entry.nbytes)
+        told.append(entry.because)
+    token = (a.layers - stateful) * 2 * a.kv_heads * a.head_dim * 4
+    assert held == [(3 * (20 + n) + 20) * token + 4 * state for n in (28, 58)]
+    assert f", and {show_bytes(state)} of states each in {stateful} layers" in told[0]
+    assert told[0].startswith(f"3 rows of 48 tokens and one of 20 x {token} B in")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.core.registry import Registry
 from memfit.families.shared.attention_class import AttentionClass
+from memfit.families.shared.states import RowState
 from memfit.families.shared.weights import rotary_buffers
 from memfit.records.model import (
     SCORE,
@@ -79,11 +80,25 @@ class Family(Described):
     attention_class: ClassVar[AttentionClass] = AttentionClass()
     packed_as: ClassVar[tuple[str, ...]] = ()  # `quant_method` of published files that are read
     scored: ClassVar[bool] = True  # transformers has a class of sequence classification
+    # modules of a block that make the gates of its states, by their names in the block: where one
+    # makes minus infinity, a token writes nothing to the states and lets nothing of them fade
+    state_gates: ClassVar[tuple[str, ...]] = ()
 
     def default_targets(self, a: Architecture) -> tuple[str, ...]:
         """Return LoRA's default targets: `lora_targets`, as this architecture names them."""
         del a
         return self.lora_targets
+
+    def states(self, a: Architecture, kind: str) -> tuple[RowState, ...]:
+        """What a block of this kind carries along a row, in place of keys and values; () those."""
+        del a, kind
+        return ()
+
+    def drawn(self, a: Architecture) -> int:
+        """Bytes of the largest tensor, beside the weight itself, in which Hugging Face's class
+        draws random numbers; 0 where it draws in place."""
+        del a
+        return 0
 
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
         """Tensors that the module holds beside its parameters: rotary frequencies, mostly."""

@@ -17,16 +17,18 @@ from memfit.families.shared.config import flag, fraction_of, read_decoder, refus
 from memfit.families.shared.forward import Forward, Rotation, Weights
 from memfit.families.shared.gated import Decoder, by_name
 from memfit.families.shared.hybrid.decoder import (
+    delta_states,
     gated_output_attention,
     grid_rotation,
     hybrid_config,
     hybrid_weights,
     read_hybrid,
 )
-from memfit.families.shared.hybrid.delta_rule import gated_delta_net
+from memfit.families.shared.hybrid.delta_rule import GATES, gated_delta_net
+from memfit.families.shared.states import RowState
 from memfit.families.shared.weights import gated_config
 from memfit.meta import Tensor
-from memfit.records.model import LINEAR, Architecture, Weight
+from memfit.records.model import DTYPE_BYTES, LINEAR, Architecture, Weight
 
 
 @final
@@ -37,6 +39,7 @@ class Qwen35Text(Decoder):
     text_of = "qwen3_5"
     lora_targets = ("q_proj", "v_proj", "in_proj_qkv")
     dropouts = ("attention_dropout",)
+    state_gates = GATES
     norm = staticmethod(by_name(unit_norm))
     rotation = staticmethod(grid_rotation)
 
@@ -66,6 +69,14 @@ class Qwen35Text(Decoder):
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """See `Family.weights`."""
         return hybrid_weights(a)
+
+    def states(self, a: Architecture, kind: str) -> tuple[RowState, ...]:
+        """See `Family.states`."""
+        return delta_states(a) if kind == LINEAR else ()
+
+    def drawn(self, a: Architecture) -> int:
+        """See `Family.drawn`: `A_log`, in fp32."""
+        return a.linear.value_heads * DTYPE_BYTES["float32"]
 
     def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
         """See `Decoder.attention`."""

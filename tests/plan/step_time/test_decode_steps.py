@@ -4,6 +4,11 @@ import pytest
 import torch
 from counted import Counted
 from msgspec.structs import replace
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    causal_conv1d_update,
+    torch_recurrent_gated_delta_rule,
+)
 
 from memfit.adapters import find_adapter
 from memfit.catalog import find_device
@@ -20,7 +25,7 @@ from memfit.train.generation.settings import Settings
 from memfit.train.generation.slots import Slots
 from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
 from memfit.train.step.step import autocast
-from tiny_models import make_recipe
+from tiny_models import CONFIGS, make_recipe
 
 FEW = ("q_proj", "v_proj")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -127,6 +132,60 @@ def test_a_step_reads_what_the_slots_hold_of_rows_in_flight(family):
         width = shape.heads * (shape.key - shape.rotated + shape.value)
         expanded = decoding.EXPANDED * 2 * 3 * reached * width
     assert read == pytest.approx(slots.nbytes + scores + expanded, rel=1e-6)
+
+
+class Moved(TorchDispatchMode):
+    """Elements of what operations read and write, where it is as large as a state or larger."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.elements = least, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        made = operator(*args, **(kwargs or {}))
+        if not any(r.alias_info and not r.alias_info.is_write for r in operator._schema.returns):
+            if operator is torch.ops.aten.copy_.default:
+                args = args[1:]  # what is written over is not read
+            flat = [x for one in (*args, made) for x in (one if isinstance(one, list) else [one])]
+            sizes = [x.numel() for x in flat if isinstance(x, torch.Tensor)]
+            self.elements += sum(n for n in sizes if n >= self.least)
+        return made
+
+
+def test_a_step_renews_states_as_torch_moves_them():
+    """By the operations of Hugging Face's own functions, for one row of a large layer."""
+    heads, key, value, kernel = 4, 64, 96, 16
+    channels = heads * (2 * key + value)
+    config = {
+        "linear_num_key_heads": heads, "linear_num_value_heads": heads, "linear_key_head_dim": key,
+        "linear_value_head_dim": value, "linear_conv_kernel_dim": kernel,
+    }  # fmt: skip
+    recipe = make_recipe("qwen3_5_text", config=CONFIGS["qwen3_5_text"] | config)
+    a = read_model(recipe.model).architecture
+    stateful = [layer for layer in layer_caches(a) if layer.states]
+    plain = make(tiny(precision="fp32"), rows=3)
+    counted = (plain._replace(architecture=x) for x in (a, replace(a, layers=1, layer_kinds=("",))))
+    whole, alone = (time_step(made, 8).cache for made in counted)
+    attending = len(layer_caches(a)) - len(stateful)
+    bytes_ = (whole - attending * alone) * plain.setting.machine.memory * decoding.READING
+    recurrent = heads * key * value
+    state, conv = torch.zeros(1, heads, key, value), torch.zeros(1, channels, kernel)
+    query, new, gate = (torch.zeros(1, 1, heads, n) for n in (key, value, 1))
+    token, weight = torch.zeros(1, channels, 1), torch.zeros(channels, kernel)
+    with Moved(recurrent) as moved:
+        _, made = torch_recurrent_gated_delta_rule(
+            query, query, new, g=gate[..., 0], beta=gate[..., 0], initial_state=state,
+            output_final_state=True,
+        )  # fmt: skip
+        state.copy_(made)
+    with Moved(channels * (kernel - 1)) as before:
+        causal_conv1d_update(token, conv, weight)
+    assert moved.elements == 14 * recurrent
+    # the weight, which is no state, is as large as one
+    assert before.elements == pytest.approx((5 + 1) * conv.numel(), rel=0.1)
+    assert bytes_ == pytest.approx(
+        3 * len(stateful) * 4 * (14 * recurrent + 5 * conv.numel()), rel=1e-6
+    )
 
 
 def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_visit():

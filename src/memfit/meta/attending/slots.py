@@ -1,4 +1,4 @@
-"""Keys and values in slots, and attention of one new token a row with them, in bytes.
+"""Keys, values and states in slots, and attention of one new token a row with them, in bytes.
 
 As train/generation/slots.py and train/generation/attending.py. The slots themselves are allocated
 once, before any call of the model: what is here are views of them, of no bytes.
@@ -18,14 +18,21 @@ class Prefill:
     """A call over whole prompts: what they leave is copied to the slots."""
 
     def __init__(
-        self, meter: Meter, prompts: int, longest: int, answers: int, tokens: int, dtype: str
-    ) -> None:
-        """answers: that begin with these prompts; tokens: of a slot; dtype: of the slots."""
+        self, meter: Meter, prompts: int, longest: int, answers: int, tokens: int, dtype: str,
+        *, gated: bool = False,
+    ) -> None:  # fmt: skip
+        """answers: that begin with these prompts; tokens: of a slot; dtype: of the slots; gated:
+        whether gates are closed at padding."""
         self.meter, self.dtype = meter, dtype
         self.prompts, self.longest, self.answers, self.tokens = prompts, longest, answers, tokens
         self.lengths = empty(meter, (prompts,), "int64")
         self.places = tuple(empty(meter, (answers,), "int64") for _ in ("sources", "targets"))
         self.rings: dict[int, Tensor] = {}
+        self.tails: dict[int, tuple[Tensor, Tensor]] = {}
+        if gated:
+            counted = empty(meter, (longest,), "int64")
+            self.padding = empty(meter, (prompts, longest), "bool")
+            del counted
 
     def store(self, key: Tensor, value: Tensor, window: int) -> tuple[Tensor, Tensor]:
         """Write what the prompts leave; they attend with their own keys and values."""
@@ -38,10 +45,29 @@ class Prefill:
                 filled = empty(self.meter, (rows, heads, columns, size), new.dtype)
             else:
                 filled = new
-            picked = empty(self.meter, (self.answers, *filled.shape[1:]), new.dtype)
-            cast(picked, self.dtype)
-            del picked
+            self._write(filled, self.dtype)
         return key, value
+
+    def store_tail(self, x: Tensor, columns: int) -> None:
+        """Write the last columns of (prompts, channels, tokens)."""
+        if columns not in self.tails:
+            self.tails[columns] = self._tail(columns)
+        self._write(empty(self.meter, (*x.shape[:2], columns), x.dtype), self.dtype)
+
+    def store_state(self, x: Tensor) -> None:
+        """Write what the prompts left of a state, (prompts, ...), in its own dtype."""
+        self._write(x, x.dtype)
+
+    def _write(self, filled: Tensor, dtype: str) -> None:
+        picked = empty(self.meter, (self.answers, *filled.shape[1:]), filled.dtype)
+        cast(picked, dtype)
+
+    def _tail(self, columns: int) -> tuple[Tensor, Tensor]:
+        before = empty(self.meter, (self.prompts, 1), "int64")
+        counted = empty(self.meter, (columns,), "int64")
+        place = empty(self.meter, (self.prompts, columns), "int64")
+        del before, counted
+        return place, empty(self.meter, place.shape, "bool")
 
     def _ring(self, columns: int) -> None:
         if columns in self.rings:
@@ -82,6 +108,12 @@ class Decode:
             del flat
         reach = min(columns, self.reach)
         return self._slot(key, columns, reach), self._slot(value, columns, reach)
+
+    def state(self, shape: tuple[int, ...], dtype: str = "") -> Tensor:
+        """A state of all rows, (rows, ...), as a view; dtype: that of the slots where empty."""
+        whole = self.rows, *shape
+        storage = self.nothing.storage
+        return Tensor(self.meter, whole, dtype or self.dtype, row_major(whole), storage)
 
     def _slot(self, new: Tensor, columns: int, reach: int) -> Tensor:
         _, heads, _, size = new.shape

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from memfit.core.units import show_bytes
-from memfit.families.capabilities.kv_cache import layer_caches
+from memfit.families.capabilities.kv_cache import LayerCache, layer_caches
 from memfit.plan.simulate.blocks import Parts
 from memfit.plan.simulate.sampled.rollout import OWNER, Slots, find_admissions, find_limit
 from memfit.plan.simulate.sampled.turning import Turning
@@ -134,12 +134,11 @@ def cache_of(a: Architecture, slots: Slots, dtype: str, device: Device) -> Parts
 
 
 def cache_sizes(a: Architecture, slots: Slots, dtype: str) -> list[int]:
-    """Bytes of each tensor of keys or values, in the order in which they are allocated."""
+    """Bytes of each tensor of the slots, in the order in which they are allocated."""
     sizes = []
     for layer in layer_caches(a):
         for rows, tokens in ((slots.rows, slots.tokens), (1, slots.spare)):
-            each = rows * layer.heads * layer.columns(tokens) * DTYPE_BYTES[dtype]
-            sizes += [each * layer.key, each * layer.value] if tokens else []
+            sizes += [rows * each for each in layer.sizes(tokens, dtype)] if tokens else []
     return sizes
 
 
@@ -147,19 +146,31 @@ def explain_calls(model: Model, recipe: Recipe) -> dict[Phase, tuple[str, str]]:
     """Of each phase that samples: why what its calls make is as large as it is; and the slots."""
     a, dtype = model.architecture, key_dtype(model, recipe)
     slots = Slots.of(recipe, find_limit(a))
-    each = sum(x.heads * (x.key + x.value) * DTYPE_BYTES[dtype] for x in layer_caches(a))
-    windows = ", fewer in layers with a window" if any(x.window for x in layer_caches(a)) else ""
-    spare = f" and one of {slots.spare}" if slots.spare else ""
-    cache = (
-        f"{slots.rows} rows of {slots.tokens} tokens{spare} x {show_bytes(each)} in {a.layers}"
-        f" layers ({dtype}){windows}"
-    )
+    cache = _explain_cache(layer_caches(a), slots, dtype)
     prompts = max((one.prompts for one in find_admissions(slots)), default=0)
     step = f"a step of {slots.rows} rows over {slots.columns} tokens, x {a.vocab} vocabulary"
     return {
         Phase.PREFILL: (f"a call over {prompts} x {slots.prompt} tokens of prompts", cache),
         Phase.DECODE: (step, cache),
     }
+
+
+def _explain_cache(layers: Sequence[LayerCache], slots: Slots, dtype: str) -> str:
+    """What the slots hold, in words."""
+    plain, stateful = [x for x in layers if not x.states], [x for x in layers if x.states]
+    spare = f" and one of {slots.spare}" if slots.spare else ""
+    said = [f"{slots.rows} rows of {slots.tokens} tokens{spare}"]
+    if plain:
+        each = sum(x.heads * (x.key + x.value) * DTYPE_BYTES[dtype] for x in plain)
+        windows = ", fewer in layers with a window" if any(x.window for x in plain) else ""
+        said.append(f" x {show_bytes(each)} in {len(plain)} layers ({dtype}){windows}")
+    if stateful:
+        each = sum(sum(x.sizes(0, dtype)) for x in stateful)
+        said.append(
+            f"{', and ' if plain else ', '}{show_bytes(each)} of states each in {len(stateful)}"
+            " layers, however long"
+        )
+    return "".join(said)
 
 
 def walk_calls(

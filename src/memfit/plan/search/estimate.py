@@ -145,9 +145,7 @@ class Lines:
         The line begins where there are two chunks: a single one needs no sum over chunks.
         """
         if chunk not in self._loss:
-            architecture = replace(self.model.architecture, layers=1)
-            weights = tuple(w for w in self.model.weights if w.layer < 1)
-            model = replace(self.model, architecture=architecture, weights=weights)
+            model = _with_one_block(self.model)
             low = chunk // self.recipe.sequence_length + 1
             self._loss[chunk] = self._draw(model, low, TREATED, loss="chunked", loss_chunk=chunk)
         return self._loss[chunk]
@@ -161,6 +159,23 @@ class Lines:
             setting = replace(setting, runs=_treat(setting.runs, kinds, ways))
         shape = replace(without_shape(recipe), sequence_length=recipe.sequence_length)
         return _draw(setting, shape, low, len(kinds))
+
+
+def _with_one_block(model: Model) -> Model:
+    """The model with its first block alone: the first that is trained, where nothing else is, as
+    under adapters that blocks of one kind have."""
+    a, trained = model.architecture, [w.layer for w in model.weights if w.trainable]
+    only = min(trained, default=0)
+    if only <= 0:
+        weights = tuple(w for w in model.weights if w.layer < 1)
+        return replace(model, architecture=replace(a, layers=1), weights=weights)
+    weights = tuple(
+        replace(w, layer=0, name=w.name.replace(f".{only}.", ".0.", 1)) if w.layer == only else w
+        for w in model.weights
+        if w.layer in (-1, only)
+    )
+    kinds = (a.kind(only),) if a.layer_kinds else ()
+    return replace(model, architecture=replace(a, layers=1, layer_kinds=kinds), weights=weights)
 
 
 def _treat(runs: tuple[Run, ...], kinds: tuple[str, ...], ways: Sequence[str]) -> tuple[Run, ...]:

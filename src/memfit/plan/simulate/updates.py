@@ -144,15 +144,18 @@ class _Around:
         )
 
     def read(self) -> Parts:
-        """The largest tensor of the weights' files, and the dense weight that it fills.
+        """The largest tensor of the weights' files, and the dense weight that it fills; of random
+        weights the largest that is drawn beside them.
 
         On a GPU files are read on the host. `train.weights.EmptyWeights` is the same of a trace.
         """
-        recipe = self.recipe
+        recipe, a = self.recipe, self.model.architecture
+        drawn = find_family(a.family).drawn(a) if recipe.weights == "random" else 0
         if not self.device.is_cpu:
-            return {}
+            return hold((Kind.TEMPORARY, "model"), [drawn], self.device) if drawn else {}
         of_reward = stored_names(self.model).values() if recipe.scored_by_adapter else ()
         judging = [prod(shape) * DTYPE_BYTES[UNKNOWN] for _, shape in of_reward]
+        judging += [drawn] if drawn else []
         if recipe.weights != "pretrained":
             return {(Kind.TEMPORARY, "model"): max(judging)} if judging else {}
         widths, plain = read_widths(recipe.model.source), read_model(recipe.model)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.core.libraries import quiet_import
+from memfit.families import find_family
 from memfit.parallelism import run_as_forward
 from memfit.records.model import Architecture
 from memfit.train.generation.attending import decoding
@@ -43,6 +44,8 @@ class Caller:
         self.masked = a.alibi  # its class attends with code of its own
         self.placed = "position_ids" in signature(type(self.base).forward).parameters
         self.cache = cache_name()
+        gates = tuple(f".{name}" for name in find_family(a.family).state_gates)
+        self.gates = [m for name, m in self.base.named_modules() if name.endswith(gates)]
         self.embedding = self.base.get_input_embeddings().weight
         self.device: torch.device = self.embedding.device
 
@@ -57,13 +60,14 @@ class Caller:
     def prefill(self, slots: Slots, prompts: Sequence[Sequence[int]], now: Prefill) -> Tensor:
         """Read prompts into slots; returns the (prompts, vocab) logits after each one's last token.
 
-        Padded on the right, where causality makes padding harmless.
+        Padded on the right, where causality makes padding harmless, but to states of rows: their
+        gates are closed there.
         """
         ids = torch.zeros(len(prompts), now.longest, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
         slots.begin(now)
-        with _only_last(self.base.get_output_embeddings(), now.lengths):
+        with _only_last(self.base.get_output_embeddings(), now.lengths), _close(self.gates, now):
             return self._call(slots, ids)
 
     def decode(
@@ -121,3 +125,20 @@ def _only_last(head: nn.Module, lengths: Tensor) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def _close(gates: Sequence[nn.Module], now: Prefill) -> Iterator[None]:
+    """What these modules make, (rows, tokens, heads), is minus infinity at padding: no token
+    there changes a state."""
+
+    def close(module: nn.Module, inputs: tuple[Tensor, ...], made: Tensor) -> Tensor:
+        del module, inputs
+        return made.masked_fill_(now.padding, -torch.inf)
+
+    hooks = [gate.register_forward_hook(close) for gate in gates]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -48,7 +48,7 @@ class _Row:
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values the slot holds: all but the newest."""
+        """Tokens that the slot knows: all but the newest."""
         return len(self.prompt) + len(self.ids) - 1
 
 
@@ -212,7 +212,8 @@ class _Loop:
         targets = list(range(len(self.rows), len(self.rows) + len(sources)))
         left = bool(self.waiting) and self.waiting[0] // each == chosen[-1][0] // each
         lengths = [len(p) for p in prompts]
-        now = Prefill(lengths, sources, targets, left, self.slots.device)
+        gated = bool(self.caller.gates)
+        now = Prefill(lengths, sources, targets, left, self.slots.device, gated=gated)
         logits = self.caller.prefill(self.slots, prompts, now)
         if each > 1 and self.after is None:
             self.after = torch.empty_like(logits[-1:])

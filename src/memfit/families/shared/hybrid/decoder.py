@@ -22,11 +22,16 @@ from memfit.families.shared.forward import (
     rotate_part,
 )
 from memfit.families.shared.hybrid.delta_rule import NAME
+from memfit.families.shared.states import RowState
 from memfit.families.shared.weights import Rows, gated_rows, head, linear, norm_rows
 from memfit.meta import Tensor
 from memfit.meta.elementwise import sigmoid
 from memfit.records.model import LINEAR, Architecture, Linear, Weight
 
+# joined with the new token, of which the slot is copied and the convolution reads
+CONV_PASSES = 5
+# decayed (2), read by the key (3), the key's product (1) added (3), read by the query (3), kept (2)
+STATE_PASSES = 14
 KINDS = {"linear_attention": LINEAR, "full_attention": ""}  # by their names in `layer_types`
 
 
@@ -87,6 +92,22 @@ def delta_rows(a: Architecture) -> Rows:
     rows += linear(f"{NAME}.in_proj_z", values, a.hidden, bias=False)
     rows += linear(f"{NAME}.in_proj_b", sizes.value_heads, a.hidden, bias=False)
     return rows + linear(f"{NAME}.in_proj_a", sizes.value_heads, a.hidden, bias=False)
+
+
+def delta_states(a: Architecture) -> tuple[RowState, ...]:
+    """What linear attention of one block carries along a row, as Hugging Face's cache keeps it.
+
+    passes: of `causal_conv1d_update` and `torch_recurrent_gated_delta_rule`, operation by
+    operation, and of writing the slot.
+    """
+    sizes = a.linear
+    return (
+        RowState(name="conv", shape=(sizes.channels, sizes.kernel), passes=CONV_PASSES),
+        RowState(
+            name="recurrent", shape=(sizes.value_heads, sizes.key, sizes.value), dtype="float32",
+            passes=STATE_PASSES,
+        ),
+    )  # fmt: skip
 
 
 def gated_output_rows(a: Architecture) -> Rows:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from memfit import meta
 from memfit.families.shared.forward import Forward, Weights, module, project
 from memfit.meta import Meter, Tensor
+from memfit.meta.attending.slots import Decode, Prefill
 from memfit.meta.autograd import Region
-from memfit.meta.elementwise import exp, sigmoid, softplus
+from memfit.meta.elementwise import exp, like, sigmoid, softplus
 from memfit.meta.recurrent.operations import (
     cast_row_major,
     convolve,
@@ -28,6 +29,8 @@ from memfit.records.model import Architecture
 CHUNK = 64  # tokens, the class's default
 TURNS = 5  # simulated of a scan with more: the first, one for all in the middle, and the last three
 NAME = "linear_attn"
+GATES = (f"{NAME}.in_proj_a", f"{NAME}.in_proj_b")  # of decay and of writing
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # queries, keys, values, decays, betas
 
 
 def chunks_of(tokens: int) -> int:
@@ -45,7 +48,7 @@ def gated_delta_net(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     z = meta.reshape(z, batch, tokens, -1, linear.value)
     b = project(forward, weights, f"{NAME}.in_proj_b", x)
     a = project(forward, weights, f"{NAME}.in_proj_a", x)
-    mixed = causal_convolution(mixed, weights[f"{NAME}.conv1d.weight"])
+    mixed = _convolve(forward, mixed, weights[f"{NAME}.conv1d.weight"])
     mixed = meta.transpose(mixed, 1, 2)
     widths = [linear.key_heads * linear.key] * 2 + [linear.value_heads * linear.value]
     query, key, value = meta.split(mixed, widths, 2)
@@ -54,13 +57,40 @@ def gated_delta_net(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     value = meta.reshape(value, batch, tokens, -1, linear.value)
     beta = sigmoid(b)
     decay = find_decay(a, weights[f"{NAME}.A_log"], weights[f"{NAME}.dt_bias"])
-    out = chunked_delta_rule(forward.architecture, query, key, value, decay, beta)
+    states: list[Tensor] = []  # after the last token, where it is kept
+    out = _apply_rule(forward, (query, key, value, decay, beta), states)
     out = meta.reshape(out, -1, linear.value)
     z = meta.reshape(z, -1, linear.value)
     out = gated_norm(forward, weights[f"{NAME}.norm.weight"], out, z)
     out = meta.reshape(out, batch, tokens, -1)
     output = project(forward, weights, f"{NAME}.out_proj", out)
     return output  # noqa: RET504 - what went in is alive until here
+
+
+def _convolve(forward: Forward, x: Tensor, weight: Tensor) -> Tensor:
+    """(batch, channels, tokens) -> the same; while answers are sampled, over what the slots have
+    of the tokens before, and what the last ones leave is kept."""
+    slots, kernel = forward.slots, weight.shape[-1]
+    if isinstance(slots, Decode):
+        return step_convolution(x, slots.state((x.shape[1], kernel)), weight)
+    if isinstance(slots, Prefill):
+        slots.store_tail(x, kernel)
+    return causal_convolution(x, weight)
+
+
+def _apply_rule(forward: Forward, given: Given, states: list[Tensor]) -> Tensor:
+    """(batch, tokens, value_heads, value); states: see `chunked_delta_rule`."""
+    slots, a = forward.slots, forward.architecture
+    if isinstance(slots, Decode):
+        shape = a.linear.value_heads, a.linear.key, a.linear.value
+        out, state = step_delta_rule(a, given, slots.state(shape, "float32"))
+        states.append(state)
+        return out
+    if not isinstance(slots, Prefill):
+        return chunked_delta_rule(a, *given)
+    out = chunked_delta_rule(a, *given, states)
+    slots.store_state(states[0])
+    return out
 
 
 def find_decay(a: Tensor, a_log: Tensor, bias: Tensor) -> Tensor:
@@ -96,11 +126,13 @@ def _unit_length(x: Tensor) -> Tensor:
 
 
 def chunked_delta_rule(
-    a: Architecture, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
-) -> Tensor:
+    a: Architecture, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
+    states: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """The rule over chunks of 64 tokens, `torch_chunk_gated_delta_rule`.
 
     (batch, tokens, heads, size), decay and beta (batch, tokens, heads) -> as value; fp32 within.
+    states: receives the state after the last token, where it is asked for.
     """
     dtype, tokens = query.dtype, query.shape[1]
     repeats = a.linear.value_heads // a.linear.key_heads
@@ -141,11 +173,59 @@ def chunked_delta_rule(
     held, found = [state], [out]
     del state, out  # the scan lets them go as it renews them
     alive = _scan(Scanned(new_values, k_summed, query, intra, key, last), held, found)
+    if states is not None:
+        states.append(held.pop())
+    held.clear()
     out = meta.reshape(found.pop(), *heads, -1, a.linear.value)
     out = meta.narrow(out, 2, 0, tokens) if extra else out  # `out[:, :, :all]` is out itself
     out = cast_row_major(meta.transpose(out, 1, 2), dtype)
     del alive  # the last turn's variables
     return out
+
+
+def step_convolution(x: Tensor, state: Tensor, weight: Tensor) -> Tensor:
+    """`causal_conv1d_update`: (rows, channels, 1) behind the state's tokens -> the same."""
+    joined = meta.cast(meta.concatenate((state, x), 2), weight.dtype)
+    out = convolve(joined, weight, 0)
+    out = meta.silu(meta.narrow(out, 2, out.shape[2] - 1, 1))
+    return meta.cast(out, x.dtype)
+
+
+def step_delta_rule(a: Architecture, given: Given, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule for one token, `torch_recurrent_gated_delta_rule`, without a gradient.
+
+    given, and what it returns first: as of `chunked_delta_rule`; state: (rows, value_heads, key,
+    value), and the new one behind it.
+    """
+    query, key, value, decay, beta = given
+    dtype, repeats = query.dtype, a.linear.value_heads // a.linear.key_heads
+    if repeats > 1:
+        query = repeat_heads(query, repeats)
+        key = repeat_heads(key, repeats)
+    query, key, value, beta, decay = [
+        cast_row_major(meta.transpose(x, 1, 2), "float32")
+        for x in (query, key, value, beta, decay)
+    ]  # fmt: skip
+    query = _unit_length(query)
+    key = _unit_length(key)
+    query = meta.scale(query)
+    out = like(value)
+    q_t, k_t = (meta.unsqueeze(meta.select(x, 2), 3) for x in (query, key))
+    decay = exp(meta.select(decay, 2))
+    state = meta.mul(state, meta.unsqueeze(meta.unsqueeze(decay, 2), 3))
+    predicted = _sum_keys(meta.mul(state, k_t))
+    delta = meta.mul(
+        meta.subtract(meta.select(value, 2), predicted), meta.unsqueeze(meta.select(beta, 2), 2)
+    )
+    state = meta.add(state, meta.mul(k_t, meta.unsqueeze(delta, 2)))
+    _sum_keys(meta.mul(state, q_t))
+    out = cast_row_major(meta.transpose(out, 1, 2), "float32")
+    return meta.cast(out, dtype), state
+
+
+def _sum_keys(x: Tensor) -> Tensor:
+    """`x.sum(-2)`."""
+    return meta.empty(x.meter, (*x.shape[:-2], x.shape[-1]), x.dtype)
 
 
 def _cut(x: Tensor) -> Tensor:
@@ -173,8 +253,8 @@ class Scanned(NamedTuple):
 def _scan(read: Scanned, held: list[Tensor], found: list[Tensor]) -> tuple[Tensor, ...]:
     """The scan over chunks, in which each turn fills its part of `found` and renews the state.
 
-    held, found: the last references to the first state and to what is filled. Returns what the
-    last turn's variables hold.
+    held, found: the last references to the first state, in whose place the last one is left, and
+    to what is filled. Returns what the last turn's variables hold.
 
     Of many turns five run. The second stands for all but the others, as far as its saved tensors
     go; the two behind it, whose states are their own, are the first that a backward meets as they
@@ -197,6 +277,7 @@ def _scan(read: Scanned, held: list[Tensor], found: list[Tensor]) -> tuple[Tenso
             state = _renew(read, state, v_new)
         if middle:  # of those that it stands for, only what is saved is left
             v_new = inter = None
+    held.append(state)
     return tuple(x for x in (v_new, inter) if x is not None)
 
 

@@ -152,8 +152,9 @@ class _Calls:
         simulation.mark("embedding", "embedding")
         after = self._keep_logits() if admission.later else None
         now = Prefill(
-            meter, admission.prompts, slots.prompt, admission.answers, slots.tokens, self.dtype
-        )
+            meter, admission.prompts, slots.prompt, admission.answers, slots.tokens, self.dtype,
+            gated=bool(find_family(self.setting.architecture.family).state_gates),
+        )  # fmt: skip
         ids = meta.empty(meter, (admission.prompts, slots.prompt), "int64")
         with meter.with_autocast(self.setting.precision.autocast):
             forward = self._begin(self._forward(ids, None, now))

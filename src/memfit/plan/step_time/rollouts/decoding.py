@@ -1,7 +1,7 @@
 """Seconds of one decoding step: a new token of each row in flight.
 
-A step reads every weight and the keys and values of all rows, and multiplies little: bytes over
-the memory's bandwidth. Beside it the host launches operations, which are as many for one row as
+A step reads every weight and the keys and values of all rows, renews their states, and multiplies
+little: bytes over the memory's bandwidth. Beside it the host launches operations, which are as many for one row as
 for a thousand. The longer of the two counts; on a processor, which launches nothing ahead, their
 sum.
 """
@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
     weights: float  # read; those in codes made dense where no kernel multiplies by them
     products: float  # FLOP, which hide behind the bytes of their weights where rows are few
-    cache: float  # keys and values read, and scores
+    cache: float  # keys and values read, scores, and states renewed
     around: float  # what is between products, and sampling
     kernels: float  # the least that so many kernels take
     host: float  # launches
@@ -182,15 +182,23 @@ def _stored(recipe: Recipe) -> int:
 
 
 def _read_cache(decoding: Decoding, columns: int) -> tuple[float, float]:
-    """Bytes of keys, values and scores that all blocks read, and FLOP of what they expand."""
+    """Bytes of keys, values, scores and states that all blocks move, and FLOP of what they
+    expand."""
     shape, layout = decoding.setting.shape, decoding.setting.layout
     rows, element = layout.rows.micro_batch, layout.numbers.element
     layers = layer_caches(decoding.architecture)
     held = sum(c.heads * (c.key + c.value) * c.columns(columns) for c in layers)
-    reached = sum(c.columns(columns) for c in layers)
-    read = rows * (element * held + SCORE * shape.heads * reached)
+    reached = sum(c.columns(columns) for c in layers if not c.states)
+    read = rows * (element * held + SCORE * shape.heads * reached + _move_states(decoding))
     if not shape.kv_rank:
         return read, 0.0
     width = shape.heads * (shape.key - shape.rotated + shape.value)
     made = rows * reached * width
     return read + EXPANDED * element * made, 2 * made * shape.kv_rank
+
+
+def _move_states(decoding: Decoding) -> int:
+    """Bytes of a row's states that one step moves, as torch's operations read and write them."""
+    dtype = decoding.recipe.compute_dtype
+    states = [state for layer in layer_caches(decoding.architecture) for state in layer.states]
+    return sum(state.passes * state.nbytes(dtype) for state in states)

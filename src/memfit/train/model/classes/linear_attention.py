@@ -12,7 +12,10 @@ from typing import Any
 
 from torch import nn
 
-FUNCTIONS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+FUNCTIONS = (
+    "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn",
+    "causal_conv1d_update",
+)  # fmt: skip
 
 
 def use_torchs_code(model: nn.Module) -> None:
