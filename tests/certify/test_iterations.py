@@ -189,7 +189,7 @@ def test_weights_that_lie_by_columns_are_counted(family, config, changes, slots)
 
 
 def test_predicted_certified_and_measured_were_equal_in_every_cell():
-    """bench/results/rl_memory.json: objectives that sample and two variants, six families, LoRA
+    """bench/results/rl_memory.json: objectives that sample and two variants, seven families, LoRA
     and full."""
     cells = json.loads((BENCH / "results" / "rl_memory.json").read_text())["cells"]
     objectives = (*get_args(Online), "dapo", "gspo")

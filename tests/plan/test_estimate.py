@@ -88,6 +88,20 @@ def test_an_estimate_is_near_the_prediction_under_every_treatment_of_blocks(name
                 assert abs(error) < 0.02, (length, micro, again, chunk)
 
 
+def test_adapters_that_the_first_block_has_not_are_estimated_too():
+    """Of Qwen3.5's first three blocks none has a query's projection."""
+    problem = read_problem(api.read("qwen3.5-9b", device="h100-sxm"))
+    first = first_recipe(problem, method="lora", precision="bf16-mixed")
+    first = replace(
+        first, lora=replace(first.lora, targets=("q_proj", "v_proj")), sequence_length=2048,
+        micro_batch=2, accumulation=8, loss="chunked", loss_chunk=1024,
+    )  # fmt: skip
+    start = Candidate.of(problem, first)
+    assert min(w.layer for w in start.model.weights if w.trainable) == 3
+    made = Estimate(start.model, start.recipe, problem.device)
+    assert made.peak(2, RecomputedBlocks(0, 0), 1024) == pytest.approx(start.peak, rel=0.02)
+
+
 H100 = find_device("h100-sxm")
 BOUNDED: dict[str, tuple[dict[str, Any], Parallel]] = {
     "full": ({}, Parallel()),

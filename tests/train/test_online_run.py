@@ -29,6 +29,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from gated_families import of_family
 from memfit import api
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.families import read_model
@@ -66,6 +67,15 @@ WHOLE = {k: v for k, v in VALUED.items() if k not in LORA}  # a value model, and
 KILLS = Path(__file__).parents[2] / "bench" / "results" / "rollout_kills.json"
 KILLED = (("grpo", 3), ("online_dpo", 1), ("ppo", 1), ("ppo_full", 1))
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+STATES = {  # layers of linear attention and of attention; two updates with a rollout
+    "model": ModelReference(
+        name="tiny qwen3.5", source="",
+        config={**of_family("qwen3_5_text", CONFIG), "model_type": "qwen3_5_text"},
+    ),
+    "policy": Policy(num_iterations=2),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +206,9 @@ def test_the_model_of_a_run_with_a_value_model_is_the_policy_alone(whole):
     assert isinstance(generate(folder, "Say 3:", max_new_tokens=2), str)
 
 
-def test_a_finished_run_speaks_and_transformers_reads_it(whole, place):
-    _, folder, _ = whole()
+@pytest.mark.parametrize("changes", [{}, STATES], ids=["llama", "states of rows"])
+def test_a_finished_run_speaks_and_transformers_reads_it(whole, changes):
+    _, folder, _ = whole(**changes)
     assert isinstance(generate(folder, "Say 3:", max_new_tokens=3), str)
     assert AutoTokenizer.from_pretrained(folder / "model").eos_token
 
@@ -379,6 +390,7 @@ class _Stop(Silent):
         ("online_dpo", PAIRS),
         ("ppo", VALUED),
         ("ppo", WHOLE),
+        ("grpo", STATES),
     ],
 )
 def test_a_run_that_was_stopped_twice_is_the_same_to_the_bit(

@@ -18,7 +18,7 @@ class Kind(StrEnum):
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     OPTIMIZER_STATE = "optimizer_state"
-    KV_CACHE = "kv_cache"  # keys and values of rows in flight
+    KV_CACHE = "kv_cache"  # keys, values and states of rows in flight
     ACTIVATIONS = "activations"
     LOGITS = "logits"
     TEMPORARY = "temporary"

@@ -159,18 +159,18 @@ def _explain_cache(layers: Sequence[LayerCache], slots: Slots, dtype: str) -> st
     """What the slots hold, in words."""
     plain, stateful = [x for x in layers if not x.states], [x for x in layers if x.states]
     spare = f" and one of {slots.spare}" if slots.spare else ""
-    said = [f"{slots.rows} rows of {slots.tokens} tokens{spare}"]
+    parts = [f"{slots.rows} rows of {slots.tokens} tokens{spare}"]
     if plain:
         each = sum(x.heads * (x.key + x.value) * DTYPE_BYTES[dtype] for x in plain)
         windows = ", fewer in layers with a window" if any(x.window for x in plain) else ""
-        said.append(f" x {show_bytes(each)} in {len(plain)} layers ({dtype}){windows}")
+        parts.append(f" x {show_bytes(each)} in {len(plain)} layers ({dtype}){windows}")
     if stateful:
         each = sum(sum(x.sizes(0, dtype)) for x in stateful)
-        said.append(
+        parts.append(
             f"{', and ' if plain else ', '}{show_bytes(each)} of states each in {len(stateful)}"
             " layers, however long"
         )
-    return "".join(said)
+    return "".join(parts)
 
 
 def walk_calls(

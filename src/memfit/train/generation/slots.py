@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import quiet_import
 from memfit.families.capabilities.kv_cache import LayerCache
 
 with quiet_import():
+    from transformers import __version__ as version
     from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 
@@ -115,13 +117,13 @@ class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         self.now: Prefill | Decode = Decode.nothing()
 
     def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """(rows, channels, tokens) of whole prompts -> the same; their last columns are kept."""
+        """(rows, channels, tokens) of whole prompts -> the same; their last columns are stored."""
         assert isinstance(self.now, Prefill), "a step renews this state in its place"
         self.now.store_tail(self, conv_states)
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """(rows, ...) after the tokens of this call -> the same; they are kept."""
+        """(rows, ...) after the tokens of this call -> the same; they are stored."""
         self.now.store_state(self, recurrent_states)
         return recurrent_states
 
@@ -158,7 +160,17 @@ class Slots(Cache):  # type: ignore[misc]
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """tokens: of a slot; spare: of the row that keeps a prompt, 0 for none."""
+        """tokens: of a slot; spare: of the row that keeps a prompt, 0 for none.
+
+        Raises InvalidRequest where a layer has states and transformers is too old: it would write
+        those that padding leaves, and read none.
+        """
+        if any(layer.states for layer in layers) and not hasattr(Cache, "get_conv_state"):
+            raise InvalidRequest(
+                f"answers of linear attention are not sampled with transformers {version}, whose"
+                " cache does not hand out states",
+                hint="pip install --upgrade 'transformers>=5.24'",
+            )
         # attention of a decoding step, for classes that ask for no name; set meanwhile
         self.attending: Callable[..., tuple[Tensor, None]] | None = None
         self.slots, self.tokens, self.device, self.dtype = slots, tokens, device, dtype
@@ -181,13 +193,15 @@ class Slots(Cache):  # type: ignore[misc]
         """(rows, channels, columns) that a step reads and renews; None while prompts are read."""
         del state_idx
         layer = self.layers[layer_idx]
-        return layer.now.state(layer, "conv")
+        state: Tensor | None = layer.now.state(layer, "conv")
+        return state
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """(rows, ...) that a step begins with; None while prompts are read."""
         del state_idx
         layer = self.layers[layer_idx]
-        return layer.now.state(layer, "recurrent")
+        state: Tensor | None = layer.now.state(layer, "recurrent")
+        return state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before those of this call, whatever the layer is."""

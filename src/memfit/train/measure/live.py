@@ -129,7 +129,7 @@ class LiveBytes(TorchDispatchMode):
                 self._label(tensor, Kind.INPUT, "batch")
 
     def register_cache(self, *tensors: Tensor) -> None:
-        """Label keys and values of rows in flight."""
+        """Label keys, values and states of rows in flight."""
         for tensor in tensors:
             self._label(tensor, Kind.KV_CACHE, "cache")
 

@@ -19,7 +19,7 @@ class Observer(Protocol):
         """These tensors are of a batch."""
 
     def register_cache(self, *tensors: Tensor) -> None:
-        """These tensors hold keys and values of rows in flight."""
+        """These tensors hold keys, values and states of rows in flight."""
 
 
 class _Nobody:

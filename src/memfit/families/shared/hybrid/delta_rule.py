@@ -30,7 +30,7 @@ CHUNK = 64  # tokens, the class's default
 TURNS = 5  # simulated of a scan with more: the first, one for all in the middle, and the last three
 NAME = "linear_attn"
 GATES = (f"{NAME}.in_proj_a", f"{NAME}.in_proj_b")  # of decay and of writing
-Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # queries, keys, values, decays, betas
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # queries, keys, values, decays, betas
 
 
 def chunks_of(tokens: int) -> int:
@@ -57,7 +57,7 @@ def gated_delta_net(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     value = meta.reshape(value, batch, tokens, -1, linear.value)
     beta = sigmoid(b)
     decay = find_decay(a, weights[f"{NAME}.A_log"], weights[f"{NAME}.dt_bias"])
-    states: list[Tensor] = []  # after the last token, where it is kept
+    states: list[Tensor] = []  # after the last token, where it is stored
     out = _apply_rule(forward, (query, key, value, decay, beta), states)
     out = meta.reshape(out, -1, linear.value)
     z = meta.reshape(z, -1, linear.value)
@@ -69,7 +69,7 @@ def gated_delta_net(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
 
 def _convolve(forward: Forward, x: Tensor, weight: Tensor) -> Tensor:
     """(batch, channels, tokens) -> the same; while answers are sampled, over what the slots have
-    of the tokens before, and what the last ones leave is kept."""
+    of the tokens before, and what the last ones leave is stored."""
     slots, kernel = forward.slots, weight.shape[-1]
     if isinstance(slots, Decode):
         return step_convolution(x, slots.state((x.shape[1], kernel)), weight)
@@ -78,17 +78,17 @@ def _convolve(forward: Forward, x: Tensor, weight: Tensor) -> Tensor:
     return causal_convolution(x, weight)
 
 
-def _apply_rule(forward: Forward, given: Given, states: list[Tensor]) -> Tensor:
+def _apply_rule(forward: Forward, operands: Operands, states: list[Tensor]) -> Tensor:
     """(batch, tokens, value_heads, value); states: see `chunked_delta_rule`."""
     slots, a = forward.slots, forward.architecture
     if isinstance(slots, Decode):
         shape = a.linear.value_heads, a.linear.key, a.linear.value
-        out, state = step_delta_rule(a, given, slots.state(shape, "float32"))
+        out, state = step_delta_rule(a, operands, slots.state(shape, "float32"))
         states.append(state)
         return out
     if not isinstance(slots, Prefill):
-        return chunked_delta_rule(a, *given)
-    out = chunked_delta_rule(a, *given, states)
+        return chunked_delta_rule(a, *operands)
+    out = chunked_delta_rule(a, *operands, states)
     slots.store_state(states[0])
     return out
 
@@ -132,7 +132,7 @@ def chunked_delta_rule(
     """The rule over chunks of 64 tokens, `torch_chunk_gated_delta_rule`.
 
     (batch, tokens, heads, size), decay and beta (batch, tokens, heads) -> as value; fp32 within.
-    states: receives the state after the last token, where it is asked for.
+    states: receives the state after the last token, where a caller needs it.
     """
     dtype, tokens = query.dtype, query.shape[1]
     repeats = a.linear.value_heads // a.linear.key_heads
@@ -191,13 +191,13 @@ def step_convolution(x: Tensor, state: Tensor, weight: Tensor) -> Tensor:
     return meta.cast(out, x.dtype)
 
 
-def step_delta_rule(a: Architecture, given: Given, state: Tensor) -> tuple[Tensor, Tensor]:
+def step_delta_rule(a: Architecture, operands: Operands, state: Tensor) -> tuple[Tensor, Tensor]:
     """The rule for one token, `torch_recurrent_gated_delta_rule`, without a gradient.
 
-    given, and what it returns first: as of `chunked_delta_rule`; state: (rows, value_heads, key,
+    operands, and what it returns first: as of `chunked_delta_rule`; state: (rows, value_heads, key,
     value), and the new one behind it.
     """
-    query, key, value, decay, beta = given
+    query, key, value, decay, beta = operands
     dtype, repeats = query.dtype, a.linear.value_heads // a.linear.key_heads
     if repeats > 1:
         query = repeat_heads(query, repeats)

@@ -1,9 +1,9 @@
 """Seconds of one decoding step: a new token of each row in flight.
 
 A step reads every weight and the keys and values of all rows, renews their states, and multiplies
-little: bytes over the memory's bandwidth. Beside it the host launches operations, which are as many for one row as
-for a thousand. The longer of the two counts; on a processor, which launches nothing ahead, their
-sum.
+little: bytes over the memory's bandwidth. Beside it the host launches operations, which are as many
+for one row as for a thousand. The longer of the two counts; on a processor, which launches nothing
+ahead, their sum.
 """
 
 from __future__ import annotations
