@@ -89,7 +89,8 @@ def test_an_estimate_is_near_the_prediction_under_every_treatment_of_blocks(name
 
 
 def test_adapters_that_the_first_block_has_not_are_estimated_too():
-    """Of Qwen3.5's first three blocks none has a query's projection."""
+    """Of Qwen3.5's first three blocks none has a query's projection. They keep nothing for a
+    backward, which an estimate takes from the prediction that it is anchored to."""
     problem = read_problem(api.read("qwen3.5-9b", device="h100-sxm"))
     first = first_recipe(problem, method="lora", precision="bf16-mixed")
     first = replace(
@@ -99,7 +100,7 @@ def test_adapters_that_the_first_block_has_not_are_estimated_too():
     start = Candidate.of(problem, first)
     assert min(w.layer for w in start.model.weights if w.trainable) == 3
     made = Estimate(start.model, start.recipe, problem.device)
-    assert made.peak(2, RecomputedBlocks(0, 0), 1024) == pytest.approx(start.peak, rel=0.02)
+    assert 0 <= made.peak(2, RecomputedBlocks(0, 0), 1024) / start.peak - 1 < 0.1
 
 
 H100 = find_device("h100-sxm")
