@@ -17,13 +17,13 @@ from msgspec.structs import replace
 from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.core.registry import Registry
 from memfit.families.shared.attention_class import AttentionClass
-from memfit.families.shared.states import RowState
 from memfit.families.shared.weights import rotary_buffers
 from memfit.records.model import (
     SCORE,
     Architecture,
     Model,
     ModelReference,
+    RowState,
     TensorSpec,
     Weight,
 )

@@ -25,10 +25,9 @@ from memfit.families.shared.hybrid.decoder import (
     read_hybrid,
 )
 from memfit.families.shared.hybrid.delta_rule import GATES, gated_delta_net
-from memfit.families.shared.states import RowState
 from memfit.families.shared.weights import gated_config
 from memfit.meta import Tensor
-from memfit.records.model import DTYPE_BYTES, LINEAR, Architecture, Weight
+from memfit.records.model import DTYPE_BYTES, LINEAR, Architecture, RowState, Weight
 
 
 @final

@@ -116,6 +116,23 @@ class Linear(Record, frozen=True, kw_only=True):
         return 2 * self.key_heads * self.key + self.value_heads * self.value
 
 
+class RowState(Record, frozen=True, kw_only=True):
+    """What a layer carries along a row, of a size that does not grow with it.
+
+    `conv`: the last inputs of a causal convolution, (channels, tokens), zeros before the first
+    token. `recurrent`: what a recurrence sums up of all tokens.
+    """
+
+    name: Literal["conv", "recurrent"]  # as Hugging Face's cache calls it
+    shape: tuple[int, ...]  # of a row
+    dtype: str = ""  # empty: that of keys and values
+    passes: int  # over its bytes that a decoding step makes, reads and writes together
+
+    def nbytes(self, dtype: str) -> int:
+        """Bytes of a row's; dtype: of keys and values."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype or dtype]
+
+
 class Architecture(Record, frozen=True, kw_only=True):
     """A decoder in memfit's words; `families/` translates Hugging Face's names to these."""
 

@@ -9,9 +9,8 @@ states (`Family.states`) hold those in place of keys and values: as large for an
 from __future__ import annotations
 
 from memfit.families import find_family
-from memfit.families.shared.states import RowState
 from memfit.records import Record
-from memfit.records.model import DTYPE_BYTES, Architecture
+from memfit.records.model import DTYPE_BYTES, Architecture, RowState
 
 
 class LayerCache(Record, frozen=True, kw_only=True):

@@ -22,11 +22,10 @@ from memfit.families.shared.forward import (
     rotate_part,
 )
 from memfit.families.shared.hybrid.delta_rule import NAME
-from memfit.families.shared.states import RowState
 from memfit.families.shared.weights import Rows, gated_rows, head, linear, norm_rows
 from memfit.meta import Tensor
 from memfit.meta.elementwise import sigmoid
-from memfit.records.model import LINEAR, Architecture, Linear, Weight
+from memfit.records.model import LINEAR, Architecture, Linear, RowState, Weight
 
 # joined with the new token, of which the slot is copied and the convolution reads
 CONV_PASSES = 5
