@@ -203,14 +203,36 @@ def test_what_is_wrong_is_said_once_with_a_hint(arguments, said):
     ("typed", "meant"),
     [("qwen3-8b 4090", "qwen3-8b --device 4090"), ("llama 8b", "'llama 8b'"),
      ("qwen3 8b qlora on 8 x H100", "'qwen3 8b' --method qlora --device '8 x H100'"),
-     ("phi 4 t4", "'phi 4' --device t4"), ("gpt2 frob", "'gpt2 frob'"),
+     ("phi 4 t4", "'phi 4' --device t4"),
      ("nobody/some-7b lora 4090", "nobody/some-7b --method lora --device 4090"),
-     ("gpt2 4090 --device a100", "'gpt2 4090' --device a100"),
-     ("gpt2 lora full", "'gpt2 lora full'"), ("gpt2 for p5.48xlarge --json",
-                                              "gpt2 --device p5.48xlarge --json")],
+     ("gpt2 for p5.48xlarge --json", "gpt2 --device p5.48xlarge --json"),
+     ("qwen3-4b grpo on 3090", "qwen3-4b --objective grpo --device 3090"),
+     ("qwen3-4b online-dpo lora 4bit", "qwen3-4b --objective online_dpo --method qlora"),
+     ("qwen3 8b dpo int8 16K bf16 in 2 x a6000 --seed 3",
+      "'qwen3 8b' --objective dpo --method lora --set base_format=int8 --seq-len 16k"
+      " --precision bf16 --device '2 x a6000' --seed 3"),
+     # what the catalogue says more of
+     ("llama 3 8b instruct awq", "'llama 3 8b instruct awq'")],
 )  # fmt: skip
 def test_a_model_a_method_and_a_device_in_words_are_options(typed, meant):
     assert shlex.join(join_name(["plan", *typed.split()])) == f"plan {meant}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [("gpt2 frob", "`frob` after `gpt2` is not one method, objective, length and device"),
+     ("gpt2 lora full", "`lora full` after `gpt2` is not one method, "),
+     ("gpt2 4090 --gpu a100", "`4090` after `gpt2` and a flag both set `hardware.device`"),
+     ("gpt2 8k --max_seq_length 4k", "`8k` after `gpt2` and a flag both set `task."),
+     ("gpt2 dpo --set task.objective=sft", "`dpo` after `gpt2` and a flag both set `task."),
+     ("4bit", "`4bit` cannot be trained: its weights are stored in 4 bits"),
+     ("gemma-3-12b-it frob 4bit", "`gemma-3-12b-it frob 4bit` cannot be trained: ")],
+)  # fmt: skip
+def test_words_after_a_model_that_mean_nothing_or_two_things_are_refused(typed, said):
+    code, out, err = quick("plan", *typed.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {said}")
+    assert "hint: " in err
 
 
 @pytest.mark.parametrize("verb", REQUEST_VERBS)

@@ -19,9 +19,10 @@ WORDS = {
     "seq_len": "8k", "batch": 2, "tokens": "50M", "epochs": 1.5, "data": "x.jsonl",
     "objective": "sft", "steps": 30, "lora_rank": 8, "precision": "bf16",
     "optimizer": "adamw8bit", "framework": "trl", "save_every": 50, "evaluate_every": 20,
-    "lr": 2e-4, "seed": 3, "global_batch": 16,
+    "lr": 2e-4, "seed": 3, "global_batch": 16, "num_generations": 4, "max_prompt_length": 64,
+    "max_completion_length": "8k",
 }  # fmt: skip
-READ = {"seq_len": 8192, "tokens": 50_000_000}
+READ = {"seq_len": 8192, "max_completion_length": 8192, "tokens": 50_000_000}
 
 
 def read(given, changes=()):

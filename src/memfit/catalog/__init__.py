@@ -218,8 +218,10 @@ def _in_words(name: str) -> tuple[published_names.Named, ...]:
 def _refuse_stored(name: str, why: str) -> InvalidRequest:
     bare = published_names.strip_stored(name)
     try:
-        row = _name(bare).row
+        row = _name(bare).row if bare != name else ""
     except (UnknownName, InvalidRequest):
+        row = ""
+    if not row:
         hint = "name the model that it was made from"
     else:
         hint = f"name the model that it was made from, `{row}`; `method: qlora` trains over 4 bits"

@@ -181,7 +181,7 @@ def find_stored(name: str) -> str:
 def strip_stored(name: str) -> str:
     """The name without its format, which may be that of the model that it was made from."""
     words = "|".join(STORED)
-    name = re.sub(rf"[-_.](quantized\.)?({words})\b.*$", "", name, flags=re.IGNORECASE)
+    name = re.sub(rf"[-_.\s](quantized\.)?({words})\b.*$", "", name, flags=re.IGNORECASE)
     return re.sub(r"-(bf16|fp16)$", "", name.rpartition("/")[2], flags=re.IGNORECASE)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import click
 
 from memfit.cli.options import output_options, print_json, same_options
 from memfit.core.errors import InvalidRequest, UnknownName, shorten_name
-from memfit.files.flags import gather
+from memfit.files.flags import BY_WORD, DEVICE, QLORA, find_flag, gather
+from memfit.records.other_words import TASKS
 
 WELCOME = """\
 memfit {version}: know the memory of an LLM training step before you pay for it
@@ -51,15 +53,12 @@ def show_welcome(version: str) -> None:
 
 
 METHODS = ("auto", "full", "lora", "qlora")
-FILLERS = (
-    "on",
-    "with",
-    "for",
-    "@",
-    "a",
-    "an",
-    "one",
-)  # between a model and a device, as one says it
+FILLERS = (  # between a model and what else one says of it
+    "on", "with", "for", "in", "using", "@", "a", "an", "one", "my", "training", "finetune",
+    "finetuning", "fine-tune", "fine-tuning",
+)  # fmt: skip
+FOUR_BITS, EIGHT_BITS = ("4bit", "4-bit", "nf4"), ("8bit", "8-bit", "int8")
+LENGTH = re.compile(r"\d+k", re.IGNORECASE)  # tokens of a row; no device is called so
 
 
 def can_ask() -> bool:
@@ -99,21 +98,87 @@ def refuse_verb(args: list[str], verbs: Iterable[str]) -> InvalidRequest:
 def part_words(words: list[str], stated: Iterable[str]) -> list[str]:
     """`qwen3-8b qlora on 4090`, as one says it, as a model and the options that its words are.
 
-    stated: what else was typed; an option of it leaves no room for a word that means another.
+    stated: what else was typed.
+    Raises InvalidRequest where words after a model's name mean nothing, or what a flag sets.
     """
-    taken = {word.partition("=")[0] for word in stated}
+    taken = {_find_key(word.partition("=")[0]) for word in stated}
     for end in range(len(words), 0, -1):
         name, rest = " ".join(words[:end]), [w for w in words[end:] if w.lower() not in FILLERS]
         if not is_planned(name):
             continue
-        methods = [word for word in rest if word.lower() in METHODS]
-        device = " ".join(word for word in rest if word not in methods)
-        options = {"--method": " ".join(methods).lower(), "--device": device}
-        options = {option: value for option, value in options.items() if value}
-        if len(methods) > 1 or taken & set(options) or (device and not _names_device(device)):
-            break
-        return [name, *(word for pair in options.items() for word in pair)]
+        keys = _read_words(rest)
+        if keys is None:
+            return _refuse_words(name, words, rest)
+        if twice := sorted(taken & set(keys)):
+            raise InvalidRequest(
+                f"`{' '.join(rest)}` after `{name}` and a flag both set `{twice[0]}`",
+                hint="keep one of the two",
+            )
+        return [name, *(word for key, value in keys.items() for word in _type(key, value))]
     return [" ".join(words)]
+
+
+def _type(key: str, value: str) -> tuple[str, str]:
+    flag = find_flag(key)
+    return (f"--{flag.names[0]}", value) if flag else ("--set", f"{key}={value}")
+
+
+def _find_key(word: str) -> str:
+    """The request's key that a flag sets; a word that is none, such as a key of `--set`, itself."""
+    flag = BY_WORD.get(word.lstrip("-").replace("-", "_")) if word.startswith("--") else None
+    return flag.key if flag else word
+
+
+def _read_words(words: Sequence[str]) -> dict[str, str] | None:
+    """The request's keys that words beside a model's name set; None where they are not clear."""
+    keys: dict[str, str] = {}
+    device: list[str] = []
+    for word in words:
+        changes = _read_word(word.lower())
+        if not changes:
+            device.append(word)
+        for key, value in changes.items():
+            pair = {value, keys.get(key, value)}
+            if len(pair) > 1 and pair != {"lora", QLORA}:  # `lora 4bit` is qlora
+                return None
+            keys[key] = QLORA if QLORA in pair else value
+    if not device:
+        return keys
+    return {**keys, DEVICE: " ".join(device)} if _names_device(" ".join(device)) else None
+
+
+def _read_word(word: str) -> dict[str, str]:
+    """What one word sets; nothing where it is none of these."""
+    if word in METHODS:
+        return {"method": word}
+    if (task := word.replace("-", "_")) in TASKS:
+        return {"task.objective": task}
+    if word in FOUR_BITS:
+        return {"method": QLORA}
+    if word in EIGHT_BITS:
+        return {"method": "lora", "base_format": "int8"}
+    if word in ("bf16", "fp32"):
+        return {"precision": word}
+    return {"task.sequence_length": word} if LENGTH.fullmatch(word) else {}
+
+
+def _refuse_words(name: str, words: list[str], rest: list[str]) -> list[str]:
+    """All words as one name, of which the catalogue may know more; raises InvalidRequest else."""
+    from memfit import catalog
+
+    whole = " ".join(words)
+    try:
+        catalog.find_model(whole)
+    except UnknownName as error:
+        raise InvalidRequest(
+            f"`{shorten_name(' '.join(rest))}` after `{name}` is not one method, objective, length"
+            " and device",
+            hint=f"such as `memfit plan {shlex.quote(name)} qlora 8k on 4090`; `memfit devices`"
+            " lists devices",
+        ) from error
+    except InvalidRequest:
+        pass  # it says more of the name, where it is read
+    return [whole]
 
 
 def _names_device(text: str) -> bool:

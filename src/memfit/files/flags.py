@@ -78,6 +78,10 @@ FLAGS = (
     Flag(("grpo",), "task.objective", "", "rewards of sampled answers", value="grpo"),
     Flag(("ppo",), "task.objective", "", "rewards of sampled answers, and a value model",
          value="ppo"),
+    Flag(("num-generations",), "rollout.num_generations", "N", "answers to a prompt"),
+    Flag(("max-prompt-length",), "rollout.max_prompt_length", "TOKENS", "tokens of a prompt"),
+    Flag(("max-completion-length",), "rollout.max_completion_length", "TOKENS",
+         "tokens of a sampled answer"),
     Flag(("precision", "mixed-precision"),
          "precision", "NAME", "fp32, bf16, bf16-mixed, fp16-mixed, …", words=True),
     Flag(("optimizer", "optim"), "optimizer.name", "NAME", "adamw, adamw8bit, muon, …", words=True),
@@ -100,7 +104,7 @@ def find_flag(key: str) -> Flag | None:
 def find_field(word: str) -> str:
     """The field to solve for that a word names; the word itself where no flag has that name."""
     flag = BY_WORD.get(word.lower().replace("-", "_"))
-    return SOLVED.get(flag.key, word) if flag else SOLVED.get(word, word.replace("-", "_"))
+    return SOLVED.get(flag.key if flag else word, word.replace("-", "_"))
 
 
 def type_key(key: str, value: Any) -> list[str]:
