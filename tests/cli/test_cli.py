@@ -218,6 +218,13 @@ def test_a_model_a_method_and_a_device_in_words_are_options(typed, meant):
     assert shlex.join(join_name(["plan", *typed.split()])) == f"plan {meant}"
 
 
+def test_solve_takes_words_after_its_field():
+    typed = ["solve", "sequence_length", "llama", "8b", "qlora", "on", "4090"]
+    meant = "solve sequence_length 'llama 8b' --method qlora --device 4090"
+    assert shlex.join(join_name(typed)) == meant
+    assert join_name(["solve", "gpt2"]) == ["solve", "gpt2"]
+
+
 @pytest.mark.parametrize(
     ("typed", "said"),
     [("gpt2 frob", "`frob` after `gpt2` is not one method, objective, length and device"),

@@ -59,7 +59,6 @@ VERBS = {
 
 
 REQUEST_VERBS = ("plan", "predict", "certify", "solve", "export", "train", "measure")
-ONE_NAME = tuple(verb for verb in REQUEST_VERBS if verb != "solve")  # which names a field first
 MODEL_WORDS = ("--model", "--model-name-or-path", "--base-model", "--model-name")
 
 
@@ -91,11 +90,12 @@ class Verbs(click.Group):
 
 def join_name(args: list[str]) -> list[str]:
     """`qwen3 14b on 4090`, as one says it: one name of the verbs that take one, and options."""
-    words = list(takewhile(lambda word: not word.startswith("-"), args[1:]))
-    if args[:1] and args[0] in ONE_NAME and len(words) > 1:
+    first = 2 if args[:1] == ["solve"] else 1  # which names a field before the model
+    words = list(takewhile(lambda word: not word.startswith("-"), args[first:]))
+    if args[:1] and args[0] in REQUEST_VERBS and len(words) > 1:
         from memfit.cli.first_contact import part_words
 
-        return [args[0], *part_words(words, args), *args[1 + len(words) :]]
+        return [*args[:first], *part_words(words, args), *args[first + len(words) :]]
     return args
 
 
