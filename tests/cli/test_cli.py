@@ -211,6 +211,7 @@ def test_what_is_wrong_is_said_once_with_a_hint(arguments, said):
      ("qwen3 8b dpo int8 16K bf16 in 2 x a6000 --seed 3",
       "'qwen3 8b' --objective dpo --method lora --set base_format=int8 --seq-len 16k"
       " --precision bf16 --device '2 x a6000' --seed 3"),
+     ("qwen3.5-4b grpo on 4090", "qwen3.5-4b --objective grpo --device 4090"),  # none has it yet
      # what the catalogue says more of
      ("llama 3 8b instruct awq", "'llama 3 8b instruct awq'")],
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +102,29 @@ def part_words(words: list[str], stated: Iterable[str]) -> list[str]:
     Raises InvalidRequest where words after a model's name mean nothing, or what a flag sets.
     """
     taken = {_find_key(word.partition("=")[0]) for word in stated}
+    name = next(_find_names(words), "")
+    if not name:
+        return [" ".join(words)]
+    rest = [word for word in words[len(name.split(" ")) :] if word.lower() not in FILLERS]
+    keys = _read_words(rest)
+    if keys is None:
+        return _refuse_words(name, words, rest)
+    if twice := sorted(taken & set(keys)):
+        raise InvalidRequest(
+            f"`{' '.join(rest)}` after `{name}` and a flag both set `{twice[0]}`",
+            hint="keep one of the two",
+        )
+    return [name, *(word for key, value in keys.items() for word in _type(key, value))]
+
+
+def _find_names(words: list[str]) -> Iterator[str]:
+    """The most words that are a model's name; then those before the first that says more of it."""
     for end in range(len(words), 0, -1):
-        name, rest = " ".join(words[:end]), [w for w in words[end:] if w.lower() not in FILLERS]
-        if not is_planned(name):
-            continue
-        keys = _read_words(rest)
-        if keys is None:
-            return _refuse_words(name, words, rest)
-        if twice := sorted(taken & set(keys)):
-            raise InvalidRequest(
-                f"`{' '.join(rest)}` after `{name}` and a flag both set `{twice[0]}`",
-                hint="keep one of the two",
-            )
-        return [name, *(word for key, value in keys.items() for word in _type(key, value))]
-    return [" ".join(words)]
+        if is_planned(name := " ".join(words[:end])):
+            yield name
+    for end in range(1, len(words)):
+        if words[end].lower() in FILLERS or _read_word(words[end].lower()):
+            yield " ".join(words[:end])
 
 
 def _type(key: str, value: str) -> tuple[str, str]:
