@@ -143,8 +143,8 @@ def make_cell(technique: str, axis: str) -> Recipe:
 
 def make_sampled(objective: str, axis: str) -> Recipe:
     """A tiny recipe of an objective that samples answers; by the name of sampled_ranks.py."""
-    config = SPARSE if AXES[axis].ep > 1 else SIZES
     changes = sampled_ranks.changes_of(objective, AXES[axis])
+    config = changes.pop("config", SPARSE if AXES[axis].ep > 1 else SIZES)
     return make_recipe(config["model_type"], config=config, **changes)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
+from tiny_steps import CONFIGS
 
 from memfit.records.ledger import Phase
 from memfit.records.recipe import Lora, Parallel, Recipe
@@ -38,6 +39,9 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "GRPO, other prompts for ties": {
         "objective": "grpo", "policy": Policy(loss_type="grpo"),
         "rollout": replace(ROLLOUT, dynamic_sampling=2),
+    },
+    "GRPO, states of rows": {
+        **LORA, "objective": "grpo", "policy": Policy(beta=0.1), "config": CONFIGS["qwen3_5_text"],
     },
     "RLOO, a reference": {**LORA, "objective": "rloo", "policy": Policy(beta=0.1)},
 }  # fmt: skip
