@@ -1,6 +1,6 @@
 import pytest
 
-from memfit.core.devices_as_written import read_devices
+from memfit.core.devices_as_written import MOST, read_devices
 from memfit.core.errors import InvalidRequest
 
 
@@ -30,3 +30,17 @@ def test_a_text_says_which_device_and_how_many(text, name, count, nodes):
 def test_no_devices_are_refused(text):
     with pytest.raises(InvalidRequest, match="names no device"):
         read_devices(text)
+
+
+@pytest.mark.parametrize("number", [str(MOST + 1), "9" * 30, "9" * 5001])
+@pytest.mark.parametrize("text", ["H100:{}", "{}xH100", "H100 x {}", "4090:{}x2", "4090:2x{}"])
+def test_more_than_any_cluster_has_is_refused(number, text):
+    """Five thousand digits are no number that Python reads; factors of 10^18 take minutes."""
+    with pytest.raises(InvalidRequest, match="names more than 1,048,576 devices"):
+        read_devices(text.format(number))
+
+
+def test_as_many_as_may_be_are_read():
+    assert read_devices(f"H100:{MOST // 8}x008") == ("H100", 8, MOST // 8)
+    with pytest.raises(InvalidRequest, match="names more than"):
+        read_devices(f"H100:{MOST // 4}x8")

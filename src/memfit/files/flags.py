@@ -187,7 +187,7 @@ def _join_count(keys: dict[str, Any], origin: Mapping[str, str]) -> dict[str, An
         del keys[COUNT]
         return keys
     joined = not own.number and NODES not in keys and not origin[COUNT].startswith("--set")
-    if joined and str(count).isdecimal() and int(count) > 0:
+    if joined and str(count).isdecimal() and str(count).strip("0"):
         keys = {**keys, DEVICE: f"{device}:{count}"}
         del keys[COUNT]
     return keys

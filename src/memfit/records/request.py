@@ -11,6 +11,7 @@ import msgspec
 
 from memfit.base_formats import check_base_format, find_base_format, own_formats
 from memfit.core import units
+from memfit.core.devices_as_written import MOST
 from memfit.core.errors import InvalidRequest
 from memfit.core.kinds_of_numbers import (
     AtLeastOne,
@@ -68,6 +69,7 @@ FALLING = ("linear", "cosine", "polynomial", "wsd")  # schedules that end at the
 USUAL_BATCH = 16  # sequences per optimizer step where the request does not say
 LIGER = "use_liger_kernel"  # as Hugging Face's Trainer names it
 Rows = Annotated[int, msgspec.Meta(ge=1, le=2**40, description="a whole number, 1 to 2^40")]
+Devices = Annotated[int, msgspec.Meta(ge=1, le=MOST, description="a whole number, 1 to 2^20")]
 Size = Annotated[str, msgspec.Meta(description="a size with its unit, for example `72 GiB`")]
 Duration = Annotated[str, msgspec.Meta(description="a time with its unit, for example `48 h`")]
 Money = Annotated[str, msgspec.Meta(description="an amount with its unit, for example `500 USD`")]
@@ -197,8 +199,8 @@ class Hardware(Record, frozen=True, kw_only=True):
     """On what to train, what an hour of it costs, and the electricity behind it."""
 
     device: str = "auto"  # this machine
-    count: Positive = 1
-    nodes: Positive = 1
+    count: Devices = 1
+    nodes: Devices = 1
     network: str = ""  # between nodes: "ndr-8x400", "100GbE", …; "" takes the device's usual one
     price: str = ""  # of a device-hour: "2.50 USD", or a kind of price: on-demand, spot, …
     grid: str = ""  # "france", or "0.4 kg/kWh"; "" leaves CO2 unknown
