@@ -266,6 +266,24 @@ def test_slots_decide_where_answers_are_long_and_many():
     assert few.ledger.peak < made.ledger.peak - slots * 0.8
 
 
+def test_answers_of_linear_attention_are_planned_on_one_card():
+    """By hand: of 24 layers 32 heads of 128 x 128 fp32, and 4 columns of 8,192 channels in bf16; of
+    8 layers keys and values of 4 heads of 256."""
+    asked = ask(
+        model="qwen3.5-9b", method="lora", base_format="nf4", precision="bf16-mixed",
+        hardware={"device": "rtx-4090"}, micro_batch=1, recompute="full", task={"global_batch": 8},
+        rollout={"num_generations": 8, "max_prompt_length": 64, "max_completion_length": 64},
+    )  # fmt: skip
+    made = plan(asked)
+    assert made.memory.verdict == "fits"
+    states = 24 * (32 * 128 * 128 * 4 + 8192 * 4 * 2)
+    token = 8 * 2 * 4 * 256 * 2
+    held = {e.kind: e for e in made.ledger.at(Phase.DECODE)}
+    # each tensor in blocks of 512 B, which all of them fill
+    assert held["kv_cache"].nbytes == (8 + 1) * states + (8 * 128 + 64) * token
+    assert "of states each in 24 layers" in held["kv_cache"].because
+
+
 def restate_rows(request, rows):
     return replace(request, rollout=replace(request.rollout, rows=rows))
 
