@@ -272,6 +272,20 @@ def test_lora_targets_are_projections_of_every_block(name):
         assert all(layers == blocks for layers in hits.values())
 
 
+@pytest.mark.parametrize("name", sorted(BASE))
+def test_blocks_with_states_have_the_gates_that_are_closed_at_padding(name):
+    """Without a gate, padding would change a state and nothing would say so."""
+    family = find_family(name)
+    a = family.architecture(BASE[name])
+    for layer in range(a.layers):
+        weights = {w.name for w in family.weights(a) if w.layer == layer}
+        gates = [g for g in family.state_gates if any(f".{g}.weight" in w for w in weights)]
+        assert bool(gates) == bool(family.states(a, a.kind(layer)))
+        assert not gates or gates == [*family.state_gates]
+    if a.recurrent:
+        assert family.state_gates
+
+
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_loras_default_follows_a_query_that_is_not_compressed(name):
     family = find_family(name)
