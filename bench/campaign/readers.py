@@ -80,6 +80,8 @@ FLAGS = (
      "lora.targets=[c_proj]"), ("budget", "--cost", "5000 USD", "--devices", "h100-sxm:8"),
     ("formats", "3.14159"), ("models", "qwen"), ("devices", "80GB"), ("rules", "llama-2-7b"),
     ("solve", "sequence_length", "gpt2", "--device", "h100-sxm"), ("schema",),
+    ("plan", "gpt2", "lora", "dpo", "1k", "in", "bf16", "on", "2", "x", "h100"),
+    ("plan", "qwen3", "0.6b", "grpo", "4bit", "on", "4090"),
     ("plan", "gpt2", "--devices", "h100-sxm:8,a100-sxm-80:8", "--objective", "cheapest"),
 )  # fmt: skip
 TOOLS = {
