@@ -211,6 +211,7 @@ def test_what_is_wrong_is_said_once_with_a_hint(arguments, said):
      ("qwen3 8b dpo int8 16K bf16 in 2 x a6000 --seed 3",
       "'qwen3 8b' --objective dpo --method lora --set base_format=int8 --seq-len 16k"
       " --precision bf16 --device '2 x a6000' --seed 3"),
+     ("phi-4 dora on l4", "phi-4 --method dora --device l4"),
      ("qwen3.5-4b grpo on 4090", "qwen3.5-4b --objective grpo --device 4090"),  # none has it yet
      # what the catalogue says more of
      ("llama 3 8b instruct awq", "'llama 3 8b instruct awq'")],
@@ -229,6 +230,8 @@ def test_solve_takes_words_after_its_field():
 @pytest.mark.parametrize(
     ("typed", "said"),
     [("gpt2 frob", "`frob` after `gpt2` is not one method, objective, length and device"),
+     ("mixtral qlora on 48gb", "`qlora 48gb` after `mixtral` is not one method, objective, length"
+      " and device\nhint: `memfit devices 48GB` lists those of that memory"),
      ("gpt2 lora full", "`lora full` after `gpt2` is not one method, "),
      ("gpt2 4090 --gpu a100", "`4090` after `gpt2` and a flag both set `hardware.device`"),
      ("gpt2 8k --max_seq_length 4k", "`8k` after `gpt2` and a flag both set `task."),

@@ -70,6 +70,14 @@ def test_a_limit_above_the_data_sheet_does_not_raise_it():
     assert "data sheet" not in below.memory.because  # the request says what there is
 
 
+def test_what_is_shown_of_a_plan_that_does_not_fit_is_more_than_is_usable():
+    """Without a context on record the bytes that are reserved decide, and are what is shown."""
+    stated = {"method": "full", "precision": "fp32", "hardware.device": "apple-m2"}
+    memory = api.plan(api.read("llama-3.2-1b", changes=stated), levers=False).memory
+    assert (memory.verdict, memory.device_total) == ("does_not_fit", None)
+    assert memory.peak_allocated < memory.usable < memory.peak_reserved == memory.needed
+
+
 def test_what_is_solved_for_keeps_to_the_data_sheet():
     stated = {"method": "full", "precision": "bf16-mixed", "recompute": "none", "loss": "chunked"}
     solved = api.solve("micro_batch", api.read("smollm2-135m", device="h20", changes=stated))

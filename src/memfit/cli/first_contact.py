@@ -158,7 +158,7 @@ def _read_words(words: Sequence[str]) -> dict[str, str] | None:
 
 def _read_word(word: str) -> dict[str, str]:
     """What one word sets; nothing where it is none of these."""
-    if word in METHODS:
+    if word in (*METHODS, "dora", "freeze"):
         return {"method": word}
     if (task := word.replace("-", "_")) in TASKS:
         return {"task.objective": task}
@@ -175,15 +175,18 @@ def _refuse_words(name: str, words: list[str], rest: list[str]) -> list[str]:
     """All words as one name, of which the catalogue may know more; raises InvalidRequest else."""
     from memfit import catalog
 
-    whole = " ".join(words)
+    from memfit.catalog.device_names import say_instead
+
+    whole, left = " ".join(words), [word for word in rest if not _read_word(word.lower())]
     try:
         catalog.find_model(whole)
     except UnknownName as error:
         raise InvalidRequest(
             f"`{shorten_name(' '.join(rest))}` after `{name}` is not one method, objective, length"
             " and device",
-            hint=f"such as `memfit plan {shlex.quote(name)} qlora 8k on 4090`; `memfit devices`"
-            " lists devices",
+            hint=say_instead(" ".join(left))
+            or f"such as `memfit plan {shlex.quote(name)} qlora 8k on 4090`; `memfit devices` lists"
+            " devices",
         ) from error
     except InvalidRequest:
         pass  # it says more of the name, where it is read

@@ -41,8 +41,12 @@ class Memory(Record, frozen=True, kw_only=True):
 
     @property
     def needed(self) -> int | None:
-        """The bytes that are held against the usable line; None is unknown."""
-        return self.peak_allocated if self.device_total is None else self.device_total
+        """The bytes that are held against the usable line; None is unknown.
+
+        Without a context on record those that are reserved: what is needed at least.
+        """
+        known = (self.device_total, self.peak_reserved, self.peak_allocated)
+        return next((nbytes for nbytes in known if nbytes is not None), None)
 
     @property
     def is_within(self) -> bool:
