@@ -265,6 +265,8 @@ def test_unusable_files_are_refused_by_name(tokenizer, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "program").write_bytes(b"\x7fELF\0\0")
     (tmp_path / "latin.txt").write_bytes("café au lait".encode("latin-1"))
+    (tmp_path / "cut.txt").write_bytes("un café".encode()[:-1])
+    (tmp_path / "cut.jsonl").write_bytes(b'{"text": "a"}\n\xef')
     (tmp_path / "one.json").write_text('{"features": {\n"text": 1}}')
     (tmp_path / "none.json").write_text("[]")
     (tmp_path / "open.json").write_text('[{"text": "the cat"}, {"text": "a\n')
@@ -276,6 +278,8 @@ def test_unusable_files_are_refused_by_name(tokenizer, tmp_path):
         "empty.txt": "is empty",
         "program": "is a binary file",
         "latin.txt": "is not UTF-8 text: it holds the byte 0xe9",
+        "cut.txt": "is not UTF-8 text: it holds the byte 0xc3",
+        "cut.jsonl": "is not UTF-8 text: it holds the byte 0xef",
         "one.json": "one JSON document",
         "none.json": "is an empty array",
         "open.json": r"open.json` example 2: Invalid control character",

@@ -174,7 +174,6 @@ def _read_word(word: str) -> dict[str, str]:
 def _refuse_words(name: str, words: list[str], rest: list[str]) -> list[str]:
     """All words as one name, of which the catalogue may know more; raises InvalidRequest else."""
     from memfit import catalog
-
     from memfit.catalog.device_names import say_instead
 
     whole, left = " ".join(words), [word for word in rest if not _read_word(word.lower())]
