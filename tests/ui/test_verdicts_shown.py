@@ -57,6 +57,15 @@ def test_what_does_not_fit_offers_what_does_and_each_keeps_its_promise(browser, 
             page.wait_for_selector("#ways-out a.way")
 
 
+def test_a_mesh_is_named_where_there_is_one(browser, server):
+    """A share of tokens that experts may get is a number above 1, and no axis of a mesh."""
+    small = "model=gpt2&hardware.device=l4&method=full&micro_batch=1&task.sequence_length=64"
+    for more, says in (("", "loss plain. "), ("&hardware.count=2", " on dp_shard 2. ")):
+        with opened(browser, server, f"plan?{small}&loss=plain{more}") as page:
+            rest(page)
+            assert says in page.text_content("p.soft:has-text('Chosen: ')")
+
+
 def test_at_risk_is_tight_with_its_range_and_never_green(browser, server):
     def change(plan):
         memory = plan["memory"]

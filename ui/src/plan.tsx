@@ -45,8 +45,7 @@ function Whole(props: { keys: Keys; planned: Planned; words: Words; answer: Answ
   const [open, setOpen] = useState<string | null>(null);
   const parts = partsOf(plan.memory, Object.keys(words.colours));
   const chosen = plan.considered.find((row) => row.chosen);
-  const ranks = Object.entries(plan.recipe.parallel).filter(([, n]) => typeof n === "number" && n > 1);
-  const mesh = ranks.filter(([axis]) => axis !== "zero").map(([axis, n]) => `${axis} ${n}`).join(", ");
+  const mesh = show.mesh(plan.recipe.parallel);
   return (
     <>
       {plan.memory.verdict === "does_not_fit" && <WaysOut plan={plan} keys={keys} full={props.planned.full} />}

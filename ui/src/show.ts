@@ -60,6 +60,14 @@ export function signed(error: Maybe): string {
   return `${error > 0 ? "+" : ""}${(error * 100).toFixed(2)}%`;
 }
 
+// of a recipe's `parallel`, what is no axis of the mesh
+const NO_AXES = new Set(["zero", "ep_imbalance"]);
+
+export function mesh(parallel: Record<string, unknown>): string {
+  const axes = Object.entries(parallel).filter(([axis, n]) => !NO_AXES.has(axis) && typeof n === "number" && n > 1);
+  return axes.map(([axis, n]) => `${axis} ${n}`).join(", ");
+}
+
 export function quantity(value: Maybe, unit: string): string {
   if (value == null) return "-";
   if (unit === "bytes" || unit === "B") return bytes(value);

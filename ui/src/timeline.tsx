@@ -131,8 +131,8 @@ function PhasesCard({ plan, words }: { plan: Plan; words: Words }) {
 }
 
 function worldOf(plan: Plan): string {
-  const axes = Object.entries(plan.recipe.parallel).filter(([axis, n]) => axis !== "zero" && typeof n === "number" && n > 1);
-  return axes.length ? `the fullest device of ${axes.map(([axis, n]) => `${axis} ${n}`).join(", ")}` : "one device";
+  const axes = show.mesh(plan.recipe.parallel);
+  return axes ? `the fullest device of ${axes}` : "one device";
 }
 
 function Drawn({ made, words }: { made: StepMemory; words: Words }) {

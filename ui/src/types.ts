@@ -225,4 +225,5 @@ export interface Offered {
 export interface Offers { rows: Offered[]; objective: string }
 export interface WhyNot { answer: string; because: string[]; requested: Plan | null; chosen: Plan }
 
-export const needs = (memory: Memory): number | null => memory.device_total ?? memory.peak_allocated;
+export const needs = (memory: Memory): number | null =>
+  memory.device_total ?? memory.peak_reserved ?? memory.peak_allocated;
