@@ -8,6 +8,7 @@ from looking import AXE, SMALL, find_barriers, opened, rest
 
 from memfit import api
 from memfit.core import units
+from memfit.objectives import objectives
 
 
 def barriers(page):
@@ -64,6 +65,24 @@ def test_a_mesh_is_named_where_there_is_one(browser, server):
         with opened(browser, server, f"plan?{small}&loss=plain{more}") as page:
             rest(page)
             assert says in page.text_content("p.soft:has-text('Chosen: ')")
+
+
+def test_what_is_learned_is_chosen_and_an_iteration_has_its_phases(browser, server):
+    names = ["prefill", "decode", "update"]
+    with opened(browser, server, "plan?model=qwen3-0.6b&hardware.device=l4&method=lora") as page:
+        rest(page)
+        assert page.locator("[aria-label='Phases of an iteration']").count() == 0
+        assert page.locator("#objective option").count() == len(objectives.names())
+        page.select_option("#objective", "grpo")
+        page.wait_for_selector("[aria-label='Phases of an iteration']")
+        rows = page.locator("[aria-label='Phases of an iteration'] tbody tr")
+        phases = {row.split("\t")[0]: row for row in rows.all_inner_texts()}
+        assert set(names) <= set(phases)
+        assert "tokens of keys and values" in phases["decode"]
+        assert barriers(page) == []
+        page.reload()
+        rest(page)
+        assert page.input_value("#objective") == "grpo"
 
 
 def test_at_risk_is_tight_with_its_range_and_never_green(browser, server):

@@ -92,9 +92,9 @@ export function Controls(props: Props) {
         What is learned
         <select value={keys["task.objective"] ?? ""} id="objective"
           onChange={(event) => put("task.objective", event.currentTarget.value)}>
-          <option value="">every token (pretrain)</option>
-          <option value="sft">answers (sft)</option>
-          <option value="dpo">preferences (dpo)</option>
+          {Object.entries(props.words.objectives).map(([name, about]) => (
+            <option value={name === "pretrain" ? "" : name}>{name}: {about}</option>
+          ))}
         </select>
       </label>
       <label>

@@ -138,6 +138,16 @@ function Seconds({ plan }: { plan: Plan }) {
         <Figure value={cost.kwh == null ? show.UNKNOWN : `${show.few(cost.kwh)} kWh`} what="energy" />
       </div>
       <p class="soft small">because {time.because}; {cost.because}</p>
+      {!!time.phases?.length && (
+        <Table label="Phases of an iteration" rows={time.phases} columns={[
+          { head: "phase", cell: (row) => row.phase },
+          { head: "seconds", number: true, cell: (row) => show.seconds(row.seconds) },
+          { head: "from", number: true, cell: (row) => show.seconds(row.seconds_low) },
+          { head: "to", number: true, cell: (row) => show.seconds(row.seconds_high) },
+          { head: "tokens/s", number: true, cell: (row) => row.tokens_per_second == null ? "" : show.whole(row.tokens_per_second) },
+          { head: "because", cell: (row) => row.because },
+        ]} />
+      )}
     </Card>
   );
 }

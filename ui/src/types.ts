@@ -21,6 +21,15 @@ export interface Time {
   model_flops_per_step: number;
   total_seconds: number | null;
   because: string;
+  phases?: Phase[]; // of an iteration that samples answers
+}
+export interface Phase {
+  phase: string;
+  seconds: number | null;
+  seconds_low: number | null;
+  seconds_high: number | null;
+  tokens_per_second: number | null;
+  because: string;
 }
 export interface Cost {
   device_hours: number | null;
@@ -88,6 +97,7 @@ export interface Words {
   families: string[];
   targets: string[];
   frameworks: string[];
+  objectives: Record<string, string>;
 }
 export interface ModelRow { id: string; name: string; model_type: string; parameters: number; max_sequence: number }
 export interface DeviceRow { id: string; name: string; vendor: string; memory: number | null; memory_datasheet: string }

@@ -12,6 +12,8 @@ import msgspec
 from memfit import __version__, api
 from memfit.core.errors import InvalidRequest
 from memfit.core.wording import COLOURS, INKS, PHASES, VERDICTS
+from memfit.objectives import find_objective
+from memfit.records.other_words import TASKS
 from memfit.records.results import Plan
 from memfit.ui.asking import Pairs, read_changes, read_query
 from memfit.ui.turn import Turn
@@ -39,6 +41,7 @@ class Words(msgspec.Struct, frozen=True):
     families: list[str]
     targets: list[str]
     frameworks: list[str]
+    objectives: dict[str, str]  # and what is learned by it
 
 
 @lru_cache(maxsize=1)
@@ -49,6 +52,7 @@ def words() -> bytes:
             version=__version__, verdicts=VERDICTS, phases=PHASES, colours=COLOURS, inks=INKS,
             families=api.supported_families(), targets=api.export_targets(),
             frameworks=api.supported_frameworks(),
+            objectives={name: find_objective(name).about for name in TASKS},
         )
     )  # fmt: skip
 
