@@ -1,6 +1,7 @@
 """Small models trained by memfit and by other trainers, step by step in turn.
 
     python bench/peers.py [--env TRAINER=PYTHON ...] [--sizes 20M ...] [--modes full-fp32 ...]
+        [--rounds 5]
 
 Llamas of 19M to 160M parameters; of a size, the same data, batch, precision and number of threads
 (one). Each trainer runs in a process of its own, with the interpreter that --env names (default:
@@ -54,7 +55,7 @@ SIZES = {
 }  # fmt: skip
 RATE = 3e-4
 RANK, ALPHA, TARGETS = 16, 32.0, ("q_proj", "v_proj")
-WARM, TIMED = 2, 5  # some compile in the first, and once more when gradients have appeared
+WARM, TIMED = 2, 5  # rounds; some compile in the first, and once more when gradients appeared
 METHODS, PRECISIONS = ("full", "lora"), ("fp32", "bf16-mixed", "bf16")
 MODES = {f"{method}-{kind}": (method, kind) for method in METHODS for kind in PRECISIONS}
 LIBRARIES = "torch", "transformers", "peft", "accelerate", "trl", "litgpt", "lightning"
@@ -347,18 +348,18 @@ RUNS: dict[str, Callable[[Turns, Job], None]] = {
 TRAINERS = [f"{name}{how}" for name in RUNS for how in ("", "-compiled")]
 
 
-def job_of(folder: Path, trainer: str, size: str, mode: str) -> Job:
+def job_of(folder: Path, trainer: str, size: str, mode: str, rounds: int = TIMED) -> Job:
     method, precision = MODES[mode]
     *_, rows, length = SIZES[size]
     compiled = trainer.endswith("-compiled")
-    return Job(folder, method, precision, compiled, rows, length, WARM + TIMED + 2)
+    return Job(folder, method, precision, compiled, rows, length, WARM + rounds + 2)
 
 
-def work(trainer: str, size: str, mode: str, folder: Path) -> None:
+def work(trainer: str, size: str, mode: str, folder: Path, rounds: int) -> None:
     """What a trainer's process does."""
     turns = Turns()
     turns.answer(versions=installed())
-    RUNS[trainer.removesuffix("-compiled")](turns, job_of(folder, trainer, size, mode))
+    RUNS[trainer.removesuffix("-compiled")](turns, job_of(folder, trainer, size, mode, rounds))
 
 
 # The bench.
@@ -377,9 +378,11 @@ def write_model(folder: Path, size: str) -> None:
 class Worker:
     """A trainer's process."""
 
-    def __init__(self, python: str, trainer: str, folder: Path, size: str, mode: str) -> None:
+    def __init__(
+        self, python: str, trainer: str, folder: Path, size: str, mode: str, rounds: int
+    ) -> None:
         told = [python, "-W", "ignore", __file__, "--worker", trainer, "--modes", mode]
-        told += ["--sizes", size]
+        told += ["--sizes", size, "--rounds", str(rounds)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment["PYTHONPATH"] = f"{HERE.parent / 'src'}"
         self.log = (folder / f"{trainer}-{mode}.log").open("w")
@@ -409,10 +412,12 @@ class Worker:
         self.log.close()
 
 
-def compare(size: str, mode: str, pythons: dict[str, str], folder: Path) -> dict[str, Any]:
+def compare(
+    size: str, mode: str, pythons: dict[str, str], folder: Path, timed: int
+) -> dict[str, Any]:
     """All trainers of one setting, step by step in turn."""
     found: dict[str, Any] = {}
-    workers = {name: Worker(pythons[name], name, folder, size, mode) for name in pythons}
+    workers = {name: Worker(pythons[name], name, folder, size, mode, timed) for name in pythons}
     for name in list(workers):
         try:
             found[name] = {"versions": workers[name].read()["versions"]}
@@ -421,7 +426,7 @@ def compare(size: str, mode: str, pythons: dict[str, str], folder: Path) -> dict
             found.setdefault(name, {})["missing"] = str(reason)
             workers.pop(name).end()
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
-    for word in ["step"] * (WARM + TIMED) + ["bytes"]:
+    for word in ["step"] * (WARM + timed) + ["bytes"]:
         for name, worker in list(workers.items()):
             try:
                 rounds[name].append(worker.ask(word))
@@ -446,7 +451,7 @@ def summary(steps: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
     return {
         "tokens_a_cpu_second": round(tokens / median(s["cpu"] for s in timed), 1),
         "tokens_a_second": round(tokens / median(s["wall"] for s in timed), 1),
-        "cpu_seconds": [round(s["cpu"], 2) for s in timed],
+        "cpu_seconds": [round(s["cpu"], 4) for s in timed],
         "faults": round(median(s["faults"] for s in timed)),
         "resident_mib": round(timed[-1]["resident"] / 2**20),
         "step_mib": round(steps[-1]["most"] / 2**20, 1),
@@ -471,12 +476,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS)
+    parser.add_argument("--rounds", type=int, default=TIMED, help="steps of each that are timed")
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--worker", choices=TRAINERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
-        work(asked.worker, *asked.sizes, *asked.modes, asked.folder)
+        work(asked.worker, *asked.sizes, *asked.modes, asked.folder, asked.rounds)
         return
     told = dict(one.split("=", 1) for one in asked.env)
     bare = {trainer: trainer.removesuffix("-compiled") for trainer in asked.trainers}
@@ -485,7 +491,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             write_model(Path(scratch), size)
             for mode in asked.modes:
-                found = compare(size, mode, pythons, Path(scratch))
+                found = compare(size, mode, pythons, Path(scratch), asked.rounds)
                 print(size, mode, json.dumps(brief(found)), flush=True)
                 if asked.write:
                     keep(size, mode, found)

@@ -13,6 +13,7 @@ from typing import Any
 
 import gpu_claims
 import gpu_page
+from peers_page import speed
 
 from memfit.accuracy.memory_errors import Accuracy, Compared, summarise
 from memfit.accuracy.time_errors import NEAR, TimeAccuracy, TimeGroup
@@ -224,7 +225,7 @@ def _step() -> Cells:
     trainers = _read("peers.json")["sizes"]["20M"]["modes"]["full-fp32"]["trainers"]
     own = trainers["memfit-compiled"]
     peers = {name: row for name, row in trainers.items() if _is_peer(name, row)}
-    each = [f"{own['time_over_memfit'] / row['time_over_memfit']:.2f}" for row in peers.values()]
+    each = [f"{1 / speed(own, row):.2f}" for row in peers.values()]
     saved = [f"{own['saved_mib'] / row['saved_mib']:.0%}" for row in peers.values()]
     return (
         "a small model's step in fp32 and what it saves for the backward, `compile: blocks`",

@@ -108,11 +108,11 @@ def test_full_training_of_7b_as_memfit_chooses_is_certified_as_recorded():
     assert memory.peak_allocated == pytest.approx(recorded["allocated"], rel=1e-3)
 
 
-# What is above 0.6 of the other's bytes. At 58M a step has 512 tokens, whose activations are few
-# beside the head's gradient, which a chunked loss makes before the backward begins.
+# What is above 0.6 of the other's bytes. From 58M on a step has 512 tokens, whose activations are
+# few beside the head's gradient, which a chunked loss makes before the backward begins.
 MISSED = {
     ("58M", "full-fp32"): 0.75, ("58M", "full-bf16"): 0.65, ("58M", "lora-fp32"): 0.7,
-    ("58M", "lora-bf16"): 0.65,
+    ("58M", "lora-bf16"): 0.65, ("100M", "full-bf16"): 0.7,
 }  # fmt: skip
 RACES = [(size, mode) for size, told in PEERS["sizes"].items() for mode in told["modes"]]
 
@@ -133,4 +133,4 @@ def test_one_configuration_saves_less_than_the_fastest_of_the_others(size, mode)
     trainers = PEERS["sizes"][size]["modes"][mode]["trainers"]
     own, other = (trainers[name] for name in peers_page.fastest(trainers))
     assert own["saved_mib"] <= MISSED.get((size, mode), 0.6) * other["saved_mib"]
-    assert own["step_mib"] < other["step_mib"] or (size, mode) == ("58M", "full-bf16")
+    assert own["step_mib"] < other["step_mib"]

@@ -257,6 +257,10 @@ SETTINGS = {
         "llama", {"loss": "chunked", "loss_chunk": 12, "precision": "bf16", "base_format": "bf16",
                   "accumulation": 2}
     ),
+    "llama, one chunk, bf16": (
+        "llama", {"loss": "chunked", "loss_chunk": 4, "precision": "bf16", "base_format": "bf16",
+                  "sequence_length": 4, "micro_batch": 1}
+    ),
     "llama, smoothed, z-loss": ("llama", {"regularisation": BENT}),
     "llama, smoothed, z-loss, chunked, bf16, accumulated": (
         "llama", {"regularisation": BENT, **CHUNKED, "precision": "bf16", "base_format": "bf16",

@@ -11,7 +11,7 @@ from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.core.units import MIB
 from memfit.plan.memory.verdict import needs
 from memfit.plan.request.meshes import divisors
-from memfit.plan.request.problem import CHUNKS, read_problem
+from memfit.plan.request.problem import list_chunks, read_problem
 from memfit.plan.search.candidate import Candidate
 from memfit.plan.search.explained import describe
 from memfit.plan.search.search import predict, search, search_briefly
@@ -51,7 +51,7 @@ def everything(request):
     problem = read_problem(request)
     start = Candidate.of(problem, search(problem).recipe)
     for micro in divisors(8):
-        for chunk in (0, *([c for c in CHUNKS if c < micro * 512] or [min(CHUNKS)])):
+        for chunk in (0, *list_chunks(micro * 512, adapted=False)):
             for full, part in [(f, s) for f in range(5) for s in range(5 - f)]:
                 yield start.but(
                     micro_batch=micro,
@@ -233,6 +233,25 @@ def test_what_cannot_run_is_refused_with_both_values(changes, message):
         api.plan(ask(**changes), levers=False)
     assert message in caught.value.message
     assert caught.value.hint
+
+
+WHOLE = {"loss": "chunked", "micro_batch": 1, "precision": "bf16"}
+TASK = {"sequence_length": 512, "global_batch": 8, "steps": 10}
+
+
+@pytest.mark.parametrize(
+    ("stated", "chunk"),
+    [
+        pytest.param({}, 512, id="a trained head's gradient is one product"),
+        pytest.param({"method": "lora"}, 256, id="a frozen head has none"),
+        pytest.param({"task": TASK | {"sequence_length": 128}}, 256, id="one chunk already"),
+        pytest.param({"task": TASK | {"sequence_length": 513}}, 256, id="three chunks or more"),
+        pytest.param({"loss_chunk": 128}, 128, id="stated"),
+    ],
+)
+def test_two_small_chunks_are_one_where_the_head_is_trained(stated, chunk):
+    request = ask(**WHOLE | {"task": TASK} | stated)
+    assert search(read_problem(request)).recipe.loss_chunk == chunk
 
 
 def test_unknown_names_offer_the_nearest():

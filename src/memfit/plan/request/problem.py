@@ -73,7 +73,7 @@ from memfit.records.recipe import (
 from memfit.records.request import OptimizerRequest, RecomputeBlocks, Request, find_weights
 
 ASSUMED_SEQUENCE = 4096
-CHUNKS = (1024, 256)  # tokens per chunk of the loss that the search tries
+CHUNKS = (1024, 256)  # tokens per chunk of the loss that the search tries, see `list_chunks`
 
 
 class Problem(Record, frozen=True, kw_only=True):
@@ -317,6 +317,19 @@ def why_not_in_backward(request: Request) -> tuple[str, str] | None:
         accumulation=1 if micro == "auto" else batch // (micro * request.shares),
         scaled=request.precision == "fp16-mixed",
     )
+
+
+def list_chunks(tokens: int, *, adapted: bool) -> list[int]:
+    """Chunk sizes of the loss to try for a micro-batch of this size, the largest first.
+
+    Where the head is trained, two chunks of the smallest size may be one instead: its gradient is
+    then a single product, with no sum over chunks in fp32. That sum costs 3 to 6 % of a small
+    model's 16-bit step, and more bytes than the second half of the logits where the hidden size is
+    above the tokens.
+    """
+    smallest = min(CHUNKS)
+    whole = [tokens] if smallest < tokens <= 2 * smallest and not adapted else []
+    return whole + ([c for c in CHUNKS if c < tokens] or [smallest])
 
 
 def list_micro_batches(request: Request, parallel: Parallel) -> list[int]:

@@ -36,11 +36,11 @@ from memfit.plan.request.meshes import (
 )
 from memfit.plan.request.precision import list_last_storage, list_storage
 from memfit.plan.request.problem import (
-    CHUNKS,
     Problem,
     allowed,
     find_kernels,
     first_recipe,
+    list_chunks,
     list_micro_batches,
     why_not_in_backward,
 )
@@ -362,7 +362,7 @@ def _chunks(start: Candidate, tokens: int) -> list[int]:
         )
     if stated == "plain" or extra:
         return [0]
-    chunks = [chunk] if chunk else [c for c in CHUNKS if c < tokens] or [min(CHUNKS)]
+    chunks = [chunk] if chunk else list_chunks(tokens, adapted=start.recipe.adapted)
     return chunks if stated == "chunked" else [0, *chunks]
 
 
