@@ -113,6 +113,7 @@ def test_full_training_of_7b_as_memfit_chooses_is_certified_as_recorded():
 MISSED = {
     ("58M", "full-fp32"): 0.75, ("58M", "full-bf16"): 0.65, ("58M", "lora-fp32"): 0.7,
     ("58M", "lora-bf16"): 0.65, ("100M", "full-bf16"): 0.7,
+    ("100M", "lora-bf16"): 0.65,
 }  # fmt: skip
 RACES = [(size, mode) for size, told in PEERS["sizes"].items() for mode in told["modes"]]
 
