@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfit.families import families, families_that
+from memfit.families import families, families_that, find_family
 
+_HYBRID = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "full_attention_interval": 2,
+}  # fmt: skip
+_FEW = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 # What each class has beside the sizes that all share; no padding token outside a small vocabulary.
 _OWN: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.5},
@@ -36,10 +44,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     },
-    "qwen3_5_text": {
-        "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 12, "full_attention_interval": 2,
-    },
+    "qwen3_5_text": _HYBRID, "qwen3_5_moe_text": _HYBRID | _FEW,
+    "qwen3_next": _HYBRID | _FEW,
 }  # fmt: skip
 # windows shorter than a test's rows; other families that have windows take the last
 _WINDOWS: dict[str, dict[str, Any]] = {
@@ -53,6 +59,8 @@ _WINDOWS: dict[str, dict[str, Any]] = {
 SLIDING = {name: _WINDOWS.get(name, _WINDOWS[""]) for name in families_that("windows")}
 LORA_TARGETS = {
     "phi3": ("qkv_proj", "down_proj"), "glm4_moe_lite": ("q_b_proj", "kv_b_proj"),
+    # blocks before the first adapter have no gradient, so that the first cycle would be another
+    **{name: find_family(name).lora_targets for name in ("qwen3_5_moe_text", "qwen3_next")},
 }  # fmt: skip
 
 

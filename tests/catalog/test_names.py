@@ -97,6 +97,10 @@ PUBLISHED = {
     "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit": ("llama-3.1-8b", LLAMA8),
     "NousResearch/Meta-Llama-3-8B": ("llama-3-8b", LLAMA8),
     "NousResearch/Meta-Llama-3.1-8B-Instruct": ("llama-3.1-8b", LLAMA8),
+    "Qwen/Qwen3.6-35B-A3B": ("qwen3.5-35b-a3b", (40, 2048, 512, 2, 248320)),
+    "unsloth/Qwen3.5-122B-A10B": ("qwen3.5-122b-a10b", (48, 3072, 1024, 2, 248320)),
+    "unsloth/Qwen3.5-397B-A17B": ("qwen3.5-397b-a17b", (60, 4096, 1024, 2, 248320)),
+    "Qwen/Qwen3-Coder-Next": ("qwen3-next-80b-a3b", (48, 2048, 512, 2, 151936)),
     "NousResearch/Llama-2-7b-hf": ("llama-2-7b", (32, 4096, 11008, 32, 32000)),
     "NousResearch/Llama-2-13b-chat-hf": ("llama-2-13b", (40, 5120, 13824, 40, 32000)),
 }  # fmt: skip

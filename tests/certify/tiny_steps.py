@@ -130,6 +130,8 @@ def possible(family: str, changes: dict[str, Any]) -> bool:
     lean = find_lean(find_family(family).architecture(CONFIGS[family]))
     if not {*changes.get("lean", ())} <= {*lean}:
         return False
+    if changes.get("qat") and find_family(family).architecture(CONFIGS[family]).experts.count:
+        return False
     if family == "gpt_oss" and changes.get("selective_blocks"):
         return False  # its experts add their bias into products
     if family in MATH_ONLY and changes.get("attention", "math") != "math":

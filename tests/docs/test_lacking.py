@@ -44,7 +44,7 @@ def test_names_of_a_family_that_lacks_are_refused_with_the_family():
     assert set(published_names.UNSUPPORTED.values()) <= named
     for name, family in [
         ("google/gemma-4-E2B-it", "gemma4"), ("unsloth/gemma-4-31B-it", "gemma4"),
-        ("Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe"), ("LiquidAI/LFM2-1.2B", "lfm2"),
+        ("ibm-granite/granite-4.0-h-small", "granitemoehybrid"), ("LiquidAI/LFM2-1.2B", "lfm2"),
         ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", "nemotron-nas"),
     ]:  # fmt: skip
         with pytest.raises(InvalidRequest, match=f"family `{family}`"):

@@ -318,10 +318,20 @@ def test_a_family_that_is_only_counted_is_none_that_is_planned():
         find_described("bert", of="tiny")
 
 
+def test_what_a_class_leaves_of_published_files_is_declared():
+    """Each class says of which names of weights it expects no parameter of its own."""
+    for name in families:
+        kind = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(**BASE[name]))]
+        ignored = kind._keys_to_ignore_on_load_unexpected or ()
+        assert families.find(name).unread == ("mtp.",) * ("^mtp.*" in ignored), name
+
+
 REQUIRED = {
     "glm4_moe": [*SMALL],
     "qwen2_moe": [*SMALL],
     "qwen3_moe": [*SMALL],
+    "qwen3_5_moe_text": [*SMALL],
+    "qwen3_next": [*SMALL],
     "gpt2": ["vocab_size", "n_embd", "n_head", "n_layer"],
     "gptj": ["vocab_size", "n_embd", "n_head", "n_layer"],
     "opt": [*SMALL, "ffn_dim"],

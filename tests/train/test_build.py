@@ -8,13 +8,13 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from memfit.adapters import find_adapter
 from memfit.certify.tracing.runs import DEPTH_KEYS
 from memfit.core.errors import InvalidRequest
-from memfit.families import read_model
+from memfit.families import families_that, find_family, read_model, text_part
 from memfit.families.weight_files.names import APART, Part
 from memfit.meta.attending.kernels import Heads
 from memfit.records.recipe import Freeze, Lora
@@ -240,6 +240,26 @@ def test_experts_are_read_and_exported_each_on_its_own(tmp_path, family):
     assert again.keys() == published.keys()
     assert all(torch.equal(again[name], published[name]) for name in again)
     assert any(".experts.0." in name for name in again)
+
+
+@pytest.mark.parametrize("family", families_that("text_of"))
+def test_a_text_model_is_read_from_the_files_of_what_reads_images_too(tmp_path, family):
+    """As Hugging Face's class of both writes them, beside weights that no class has a part for."""
+    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    tower |= {"out_hidden_size": 32, "num_position_embeddings": 16, "patch_size": 2}
+    both = AutoConfig.for_model(
+        find_family(family).text_of, text_config=CONFIGS[family], vision_config=tower
+    )
+    theirs = AutoModelForImageTextToText.from_config(both)
+    theirs.save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", dict(text_part(both.to_dict()))
+    own = {n.replace(".language_model.", "."): t for n, t in theirs.state_dict().items()}
+    for tensors in (load_file(file), theirs.state_dict()):  # published experts are joined
+        assert any(name.startswith("model.visual.") for name in tensors)
+        save_file(tensors | {"mtp.fc.weight": torch.ones(2)}, file)
+        ours = filled(from_folder(tmp_path, family, config=config)).state_dict()
+        assert ours.keys() == hugging_face(family).state_dict().keys()
+        assert all(torch.equal(tensor, own[name]) for name, tensor in ours.items())
 
 
 def test_experts_of_a_file_that_holds_a_whole_layer_are_read(tmp_path):

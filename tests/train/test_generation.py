@@ -25,7 +25,6 @@ from memfit.train.generation.slots import Slots
 from tiny_models import CONFIGS, FAMILIES, RECURRENT, VOCAB, hugging_face, make_built, make_recipe
 
 NEW = 20
-DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj")
 LENGTHS = (5, 12, 3, 9, 1, 7)  # more prompts than slots, so that slots are refilled
 GREEDY = Settings(max_new_tokens=NEW, rows=3, temperature=0)
 CASES = [*((family, {}) for family in FAMILIES), *SLIDING.items()]
@@ -201,13 +200,19 @@ def test_states_go_with_their_row_and_a_prompt_writes_all_of_them(family):
     check(2, many)
 
 
+def delta_projections(family):
+    """All of linear attention, those of the gates too, and the queries of attention."""
+    names = [w.name for w in read_model(make_recipe(family).model).weights if len(w.shape) == 2]
+    made = {name.split(".")[-2] for name in names if ".linear_attn." in name}
+    return (*sorted(made), "q_proj")
+
+
 @pytest.mark.parametrize("family", RECURRENT)
 @pytest.mark.parametrize(
     "recipe",
     [
         {"method": "lora"},
-        # every projection, those of the gates too
-        {"method": "lora", "lora": Lora(rank=4, alpha=8.0, targets=DELTA)},
+        {"method": "lora", "lora": "all"},
         {"method": "lora", "lora": Lora(rank=4, alpha=8.0, targets=("q_proj",))},
         {"attention": "math"},
         {"recompute_blocks": 3},
@@ -215,6 +220,8 @@ def test_states_go_with_their_row_and_a_prompt_writes_all_of_them(family):
     ids=["lora", "lora on gates", "lora beside states", "math", "recomputed"],
 )  # fmt: skip
 def test_log_probs_with_states_are_a_forwards_under_adapters_and_every_kernel(family, recipe):
+    if recipe.get("lora") == "all":
+        recipe = {**recipe, "lora": Lora(rank=4, alpha=8.0, targets=delta_projections(family))}
     _, model = loud(family, **recipe)
     prompts = make_prompts()
     made = generate_batch(model, prompts, GREEDY)

@@ -25,6 +25,8 @@ with quiet_import():
     import bitsandbytes as bnb
 
 CPU = catalog.find_device("cpu-x86")
+# biases, routers and convolutions
+UNCODED = ("_bias", ".mlp.gate.weight", ".router.weight", ".conv1d.weight")
 SPARSE = [f for f in CONFIGS if read_model(make_recipe(f).model).architecture.experts.count]
 OTHERS = set(SPARSE) - {"gpt_oss", "qwen3_moe", "deepseek_v3"}  # which share a class of experts
 FAMILIES = [pytest.param(f, marks=pytest.mark.wide) if f in OTHERS else f for f in SPARSE]
@@ -133,11 +135,7 @@ def test_experts_and_projections_are_coded_and_routers_and_biases_are_not(family
     model = build_model(recipe, "meta")
     coded = quantised_modules(model)
     shapes = {w.name: w.shape for w in read_model(recipe.model).weights if w.part == "block"}
-    want = {
-        name
-        for name, shape in shapes.items()
-        if len(shape) > 1 and not name.endswith(("_bias", ".mlp.gate.weight", ".router.weight"))
-    }
+    want = {name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(UNCODED)}
     assert coded.keys() == want
     assert {type(m) for n, m in coded.items() if n.endswith("_proj")} == {QuantisedExperts}
     rows = find_adapter(recipe).adapt(read_model(recipe.model), recipe).weights

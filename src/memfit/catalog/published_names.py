@@ -20,9 +20,9 @@ from memfit.catalog.toml_rows import slug
 # are rewritten as Llama and Mistral, and stand in no list.
 MIRRORS = {
     "unsloth": (
-        "llama-", "qwen2-", "qwen2.5-", "qwen3-", "gemma-", "mistral-7b-v0", "mistral-nemo",
-        "mistral-large-", "mixtral-", "magistral-", "openhermes-", "deepseek-r1-distill-",
-        "granite-", "gpt-oss-", "olmo-2-", "olmo-3-",
+        "llama-", "qwen2-", "qwen2.5-", "qwen3-", "qwen3.5-", "gemma-", "mistral-7b-v0",
+        "mistral-nemo", "mistral-large-", "mixtral-", "magistral-", "openhermes-",
+        "deepseek-r1-distill-", "granite-", "gpt-oss-", "olmo-2-", "olmo-3-",
         "smollm2-", "tinyllama", "kimi-k2-", "glm-4.7-flash", "minimax-m2",
     ),
     "nousresearch": ("llama-2-", "llama-3-", "llama-3.1-", "llama-3.2-", "codellama-"),
@@ -54,10 +54,7 @@ ALIASES = {
 }
 # how names of a family that memfit lacks begin -> the family, as docs/lacking.md has it
 UNSUPPORTED = {
-    "qwen3.5-35b-a3b": "qwen3_5_moe", "qwen3.5-122b-a10b": "qwen3_5_moe",
-    "qwen3.5-397b-a17b": "qwen3_5_moe", "qwen3.6-35b-a3b": "qwen3_5_moe",
-    "qwen3-next-": "qwen3_next",
-    "qwen3-coder-next": "qwen3_next", "gemma-4-": "gemma4", "gemma-3n-": "gemma3n",
+    "gemma-4-": "gemma4", "gemma-3n-": "gemma3n",
     "ministral-3-": "ministral3", "mistral-small-3.": "mistral3", "lfm2": "lfm2",
     "granite-4.": "granitemoehybrid", "llama-4-": "llama4",
     "nvidia-nemotron-": "nemotron_h", "deepseek-v4": "deepseek_v4", "deepseek-v3.2": "deepseek_v32",

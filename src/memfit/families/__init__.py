@@ -65,6 +65,8 @@ class Family(Described):
     dropouts: ClassVar[tuple[str, ...]]  # keys of config.json that hold a dropout probability
     # `model_type` of configs that hold one of this family as `text_config`, beside a vision tower's
     text_of: ClassVar[str] = ""
+    # how names of weights begin that published files hold and the class has no module for
+    unread: ClassVar[tuple[str, ...]] = ()
     ends: ClassVar[bool] = False  # whether nothing stands at positions past `max_sequence`
 
     # What a class can do, or does otherwise than most. The tests prove each of every family that

@@ -7,29 +7,19 @@ from typing import Any, final
 
 from msgspec.structs import replace
 
-from memfit import meta
 from memfit.families import families
 from memfit.families.shared.config import flag, layer_types, read_decoder, size, whole
 from memfit.families.shared.experts import (
     ExpertFamily,
     every_layer_has_experts,
-    expert_rows,
-    read_experts,
-    route,
-    router_rows,
-    run_experts,
+    gated_expert_config,
+    gated_expert_rows,
+    read_gated_experts,
+    sparse_and_gated,
 )
-from memfit.families.shared.forward import Forward, Weights, gated_mlp, module, project
-from memfit.families.shared.weights import (
-    Rows,
-    attention_rows,
-    gated_config,
-    gated_rows,
-    linear,
-    norm_rows,
-)
+from memfit.families.shared.forward import Forward, Weights
+from memfit.families.shared.weights import Rows, attention_rows, gated_config, norm_rows
 from memfit.meta import Tensor
-from memfit.meta.elementwise import sigmoid
 from memfit.records.model import SLIDING, Architecture
 
 
@@ -49,60 +39,33 @@ class Qwen2Moe(ExpertFamily):
         """See `Family.architecture`; defaults are those of `Qwen2MoeConfig`."""
         a = read_decoder(config, self.name, kv_heads=16, positions=32768, ffn=5632)
         every_layer_has_experts(config)
-        experts = read_experts(
-            config,
-            count=("num_experts", 60),
-            per_token=("num_experts_per_tok", 4),
-            ffn=("moe_intermediate_size", 1408),
-            shared_ffn=size(config, "shared_expert_intermediate_size", 5632),
+        experts = read_gated_experts(
+            config, count=60, per_token=4, ffn=1408, shared_ffn=5632,
             normalised=flag(config, "norm_topk_prob", False),
-        )
+        )  # fmt: skip
         bias = flag(config, "qkv_bias", True)
         return replace(a, attention_bias=bias, sliding_window=_window(config), experts=experts)
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""
-        return gated_config(a) | {
-            "qkv_bias": a.attention_bias,
-            "use_sliding_window": bool(a.sliding_window),
-            "sliding_window": a.sliding_window or 4096,
-            "num_experts": a.experts.count,
-            "num_experts_per_tok": a.experts.per_token,
-            "moe_intermediate_size": a.experts.ffn,
-            "shared_expert_intermediate_size": a.experts.shared_ffn,
-            "norm_topk_prob": a.experts.normalised,
-        }
+        return (
+            gated_config(a)
+            | gated_expert_config(a)
+            | {
+                "qkv_bias": a.attention_bias,
+                "use_sliding_window": bool(a.sliding_window),
+                "sliding_window": a.sliding_window or 4096,
+                "norm_topk_prob": a.experts.normalised,
+            }
+        )
 
     def rows(self, a: Architecture) -> Rows:
         """See `ExpertFamily.rows`."""
-        feed_forward = router_rows(a) + expert_rows(a)
-        feed_forward += gated_rows("mlp.shared_expert", a, a.experts.shared_ffn)
-        feed_forward += linear("mlp.shared_expert_gate", 1, a.hidden, False)
-        return attention_rows(a) + feed_forward + norm_rows(a)
+        return attention_rows(a) + gated_expert_rows(a) + norm_rows(a)
 
     def run(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `ExpertFamily.run`."""
-        return _experts(forward, weights, x)
-
-
-@module
-def _experts(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-    """`Qwen2MoeSparseMoeBlock`: what every token visits runs first."""
-    shape = x.shape
-    flat = meta.view(x, -1, shape[-1])
-    shared = gated_mlp(forward, weights, flat, "mlp.shared_expert")
-    logits, shares, chosen = route(forward, weights, flat)
-    out = run_experts(forward, weights, flat, chosen, shares)
-    shared = meta.mul(_gate(forward, weights, flat), shared)
-    out = meta.add(out, shared)
-    out = meta.reshape(out, *shape)
-    del logits  # alive until here
-    return out
-
-
-def _gate(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-    """What the shared expert counts for: (tokens, 1)."""
-    return sigmoid(project(forward, weights, "mlp.shared_expert_gate", x))
+        return sparse_and_gated(forward, weights, x)
 
 
 def _window(config: Mapping[str, Any]) -> int:

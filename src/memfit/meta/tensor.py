@@ -227,3 +227,23 @@ def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
                 chunk_base = strides[dim - 1]
                 tensor_numel = view_numel = 1
     return tuple(result) if at == -1 else None
+
+
+def channels_last(x: Tensor) -> bool:
+    """Whether ATen takes strides for those of images whose channels lie last
+    (c10/core/MemoryFormat.h, is_channels_last_strides_2d)."""
+    if len(x.shape) != 4:
+        return False
+    least = 0
+    for dim in (1, 3, 2, 0):
+        if x.strides[dim] < least or (dim == 0 and least == x.strides[1]):
+            return False
+        least = x.strides[dim] * max(x.shape[dim], 1)
+    return x.strides[1] != 0
+
+
+@lru_cache(maxsize=SHAPES)
+def channels_last_strides(shape: Shape) -> Shape:
+    """Strides of a new tensor of four dimensions, whose second lies last."""
+    n, c, h, w = row_major((shape[0], shape[2], shape[3], shape[1]))
+    return n, w, c, h

@@ -8,7 +8,15 @@ from math import prod
 
 from memfit.meta.autograd import Gradients, Node, Rule, record
 from memfit.meta.elementwise import Incoming, attach, cast, upstream
-from memfit.meta.tensor import SHAPES, Shape, Tensor, empty, view_strides
+from memfit.meta.tensor import (
+    SHAPES,
+    Shape,
+    Tensor,
+    channels_last,
+    channels_last_strides,
+    empty,
+    view_strides,
+)
 
 
 def reshape(x: Tensor, *shape: int) -> Tensor:
@@ -176,13 +184,16 @@ def split(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
 def _split_backward(shape: Shape, sizes: Shape, dim: int) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         known = next(g for g in grads if g is not None)
-        zeros = [
+        parts = [
             empty(known.meter, (*shape[:dim], size, *shape[dim + 1 :]), known.dtype)
-            for size, g in zip(sizes, grads, strict=True)
             if g is None
+            else g
+            for size, g in zip(sizes, grads, strict=True)
         ]
-        result = empty(known.meter, shape, known.dtype)
-        del zeros
+        # as `torch.cat` lays it out (cat_compute_output_memory_format, ATen/native/TensorShape.cpp)
+        strides = channels_last_strides(shape) if all(map(channels_last, parts)) else None
+        result = empty(known.meter, shape, known.dtype, strides=strides)
+        del parts
         return (result,)
 
     return rule

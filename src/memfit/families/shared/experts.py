@@ -16,11 +16,19 @@ from typing import Any, NamedTuple
 from memfit import meta
 from memfit.core.errors import InvalidRequest
 from memfit.families.shared.config import refuse, size
-from memfit.families.shared.forward import Forward, Weights, activate, gated_mlp, module
+from memfit.families.shared.forward import (
+    Forward,
+    Weights,
+    activate,
+    gated_mlp,
+    module,
+    project,
+)
 from memfit.families.shared.gated import Decoder
-from memfit.families.shared.weights import Rows, decoder, gated_block
+from memfit.families.shared.weights import Rows, decoder, gated_block, gated_rows, linear
 from memfit.meta import Tensor
 from memfit.meta.distributed.sharding import Dealt, inner_unit
+from memfit.meta.elementwise import sigmoid
 from memfit.meta.layers import routing
 from memfit.meta.layers.dequantised import QUANTISED_DTYPE
 from memfit.meta.layers.quantised import Quantised
@@ -63,6 +71,31 @@ def read_experts(
     return experts
 
 
+def read_gated_experts(
+    config: Mapping[str, Any], *, count: int, per_token: int, ffn: int, shared_ffn: int,
+    normalised: bool = True,
+) -> Experts:  # fmt: skip
+    """The experts of Qwen's mixtures that have a shared one; the keywords: the class's defaults."""
+    return read_experts(
+        config,
+        count=("num_experts", count),
+        per_token=("num_experts_per_tok", per_token),
+        ffn=("moe_intermediate_size", ffn),
+        shared_ffn=size(config, "shared_expert_intermediate_size", shared_ffn),
+        normalised=normalised,
+    )
+
+
+def gated_expert_config(a: Architecture) -> dict[str, Any]:
+    """The keys that `read_gated_experts` reads."""
+    return {
+        "num_experts": a.experts.count,
+        "num_experts_per_tok": a.experts.per_token,
+        "moe_intermediate_size": a.experts.ffn,
+        "shared_expert_intermediate_size": a.experts.shared_ffn,
+    }
+
+
 def every_layer_has_experts(config: Mapping[str, Any]) -> None:
     """Refuse Qwen's keys that give some layers a plain feed-forward: no published model does."""
     refuse(config, "mlp_only_layers", (None, []))
@@ -81,6 +114,13 @@ def expert_rows(a: Architecture) -> Rows:
 def router_rows(a: Architecture) -> Rows:
     """One score a token and expert."""
     return [("mlp.gate.weight", (a.experts.count, a.hidden))]
+
+
+def gated_expert_rows(a: Architecture) -> Rows:
+    """A layer's experts, and a shared one that a gate of its own weighs."""
+    rows = router_rows(a) + expert_rows(a)
+    rows += gated_rows("mlp.shared_expert", a, a.experts.shared_ffn)
+    return rows + linear("mlp.shared_expert_gate", 1, a.hidden, False)
 
 
 class ExpertFamily(Decoder):
@@ -154,6 +194,26 @@ def sparse_and_shared(forward: Forward, weights: Weights, x: Tensor, router: Rou
     x = meta.add(x, gated_mlp(forward, weights, residuals, "mlp.shared_experts"))
     del logits  # alive until here
     return x
+
+
+@module
+def sparse_and_gated(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """`Qwen2MoeSparseMoeBlock`: what every token visits runs first."""
+    shape = x.shape
+    flat = meta.view(x, -1, shape[-1])
+    shared = gated_mlp(forward, weights, flat, "mlp.shared_expert")
+    logits, shares, chosen = route(forward, weights, flat)
+    out = run_experts(forward, weights, flat, chosen, shares)
+    shared = meta.mul(_weigh_shared(forward, weights, flat), shared)
+    out = meta.add(out, shared)
+    out = meta.reshape(out, *shape)
+    del logits  # alive until here
+    return out
+
+
+def _weigh_shared(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """What the shared expert counts for: (tokens, 1)."""
+    return sigmoid(project(forward, weights, "mlp.shared_expert_gate", x))
 
 
 def run_experts(

@@ -62,7 +62,7 @@ STYLES = {
 # families whose files are so
 APART = (
     "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "minimax_m2",
-    "glm4_moe_lite", "olmoe",
+    "glm4_moe_lite", "olmoe", "qwen3_next",
 )  # fmt: skip
 
 
@@ -85,7 +85,8 @@ def find_parts(
             return [Part(stored + BLOCKS, packed, (expert,)) for expert in range(count)]
     for style in STYLES.values():
         parts = list(_apart(name, shape, style))
-        for named in (parts, [p._replace(name=p.name.removeprefix(f"{prefix}.")) for p in parts]):
+        for start in (f"{prefix}.", "", _within(prefix)):
+            named = [p._replace(name=start + p.name.removeprefix(f"{prefix}.")) for p in parts]
             if all(has(part.name) for part in named):
                 return named
     return []
@@ -112,9 +113,13 @@ def _names(name: str, prefix: str) -> Iterator[str]:
 
     Where a vision tower stands in the same files, the text model is a part of the backbone.
     """
-    within = name.replace(f"{prefix}.", f"{prefix}.language_model.", 1)
+    within = name.replace(f"{prefix}.", _within(prefix), 1)
     older = (OTHER_NAMES.get(name, name), name.replace(MLP, MIXTRAL), within)
     return chain((name, name.removeprefix(f"{prefix}.")), older)
+
+
+def _within(prefix: str) -> str:
+    return f"{prefix}.language_model."
 
 
 def _apart(name: str, shape: tuple[int, ...], style: Style) -> Iterator[Part]:

@@ -11,7 +11,7 @@ from memfit.meta.elementwise import (
     upstream,
 )
 from memfit.meta.products import multiply_batched
-from memfit.meta.tensor import Shape, Tensor, empty
+from memfit.meta.tensor import Shape, Tensor, channels_last, empty
 from memfit.meta.views import reshape, view
 
 
@@ -44,7 +44,7 @@ def _sum_backward(shape: Shape) -> Rule:
 def cast_row_major(x: Tensor, dtype: str) -> Tensor:
     """`x.to(dtype, memory_format=torch.contiguous_format)`: a row-major copy, but x itself where it
     has that dtype and its strides are not those of channels that lie last."""
-    if x.dtype == dtype and not _channels_last(x):
+    if x.dtype == dtype and not channels_last(x):
         return x
     node = record(_cast_backward(x.dtype), (x,))
     return attach(node, empty(x.meter, x.shape, dtype))
@@ -56,19 +56,6 @@ def _cast_backward(dtype: str) -> Rule:
         return (grad if grad.dtype == dtype else like(grad, dtype=dtype),)
 
     return rule
-
-
-def _channels_last(x: Tensor) -> bool:
-    """Whether ATen takes strides for those of images whose channels lie last
-    (c10/core/MemoryFormat.h, is_channels_last_strides_2d)."""
-    if len(x.shape) != 4:
-        return False
-    least = 0
-    for dim in (1, 3, 2, 0):
-        if x.strides[dim] < least or (dim == 0 and least == x.strides[1]):
-            return False
-        least = x.strides[dim] * max(x.shape[dim], 1)
-    return x.strides[1] != 0
 
 
 def pad(x: Tensor, dim: int, extra: int) -> Tensor:

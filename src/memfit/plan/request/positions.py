@@ -40,8 +40,12 @@ def describe_parts(a: Architecture) -> tuple[str, ...]:
     """Sentences on what of a model is planned, and by whose code, where either could be taken to be
     otherwise."""
     lines = []
-    if families.find_family(a.family).text_of:
+    family = families.find_family(a.family)
+    if family.text_of:
         lines.append("the text model alone, without a vision tower")
+    if family.unread:
+        names = ", ".join(f"`{start}*`" for start in family.unread)
+        lines.append(f"weights named {names} are not read: transformers' class has none of them")
     if a.recurrent:
         lines.append(
             "linear attention by torch's own operations, which transformers runs without the"

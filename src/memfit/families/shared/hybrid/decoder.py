@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
+
+from msgspec.structs import replace
 
 from memfit import meta
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import show
 from memfit.families.shared.blocks import unit_norm
-from memfit.families.shared.config import cycle, size
+from memfit.families.shared.config import cycle, flag, fraction_of, read_decoder, refuse, size
 from memfit.families.shared.forward import (
     Forward,
     Rotation,
@@ -21,11 +24,12 @@ from memfit.families.shared.forward import (
     project,
     rotate_part,
 )
-from memfit.families.shared.hybrid.delta_rule import NAME
-from memfit.families.shared.weights import Rows, gated_rows, head, linear, norm_rows
+from memfit.families.shared.gated import Decoder, by_name
+from memfit.families.shared.hybrid.delta_rule import GATES, NAME, gated_delta_net
+from memfit.families.shared.weights import Rows, gated_config, head, linear, norm_rows
 from memfit.meta import Tensor
 from memfit.meta.elementwise import sigmoid
-from memfit.records.model import LINEAR, Architecture, Linear, RowState, Weight
+from memfit.records.model import DTYPE_BYTES, LINEAR, Architecture, Linear, RowState, Weight
 
 # joined with the new token, of which the slot is copied and the convolution reads
 CONV_PASSES = 5
@@ -34,7 +38,91 @@ STATE_PASSES = 14
 KINDS = {"linear_attention": LINEAR, "full_attention": ""}  # by their names in `layer_types`
 
 
-def read_hybrid(config: Mapping[str, Any], layers: int) -> tuple[Linear, tuple[str, ...]]:
+class HybridDecoder(Decoder):
+    """Linear attention in most blocks, and attention with an output gate in the others.
+
+    Abstract, as `Family` is: a family implements it once and is final.
+    """
+
+    lora_targets = ("q_proj", "v_proj", "in_proj_qkv")
+    dropouts = ("attention_dropout",)
+    unread = ("mtp.",)  # layers that predict further tokens
+    state_gates: ClassVar[tuple[str, ...]] = GATES
+    norm = staticmethod(by_name(unit_norm))
+    # a block's module of linear attention
+    linear_attention: ClassVar[staticmethod[[Forward, Weights, Tensor], Tensor]] = staticmethod(
+        gated_delta_net
+    )
+
+    @abstractmethod
+    def feed_forward_rows(self, a: Architecture) -> Rows:
+        """The weights of one block's feed-forward, in the order of Hugging Face's class."""
+
+    def linear_rows(self, a: Architecture) -> Rows:
+        """The weights of linear attention of one block."""
+        return delta_rows(a)
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        share = fraction_of(a.rotary_dim, a.head_dim)
+        return gated_config(a) | hybrid_config(a) | {
+            "attention_bias": a.attention_bias,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share,
+            },
+        }  # fmt: skip
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        rest = self.feed_forward_rows(a) + norm_rows(a)
+        rows = {LINEAR: self.linear_rows(a) + rest, "": gated_output_rows(a) + rest}
+        blocks = [
+            Weight(name=f"model.layers.{layer}.{name}", shape=shape, part="block", layer=layer)
+            for layer in range(a.layers)
+            for name, shape in rows[a.kind(layer)]
+        ]
+        return (
+            Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
+            *blocks,
+            Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
+            *head(a),
+        )
+
+    def states(self, a: Architecture, kind: str) -> tuple[RowState, ...]:
+        """See `Family.states`."""
+        return delta_states(a) if kind == LINEAR else ()
+
+    def drawn(self, a: Architecture) -> int:
+        """See `Family.drawn`: `A_log`, in fp32."""
+        return a.linear.value_heads * DTYPE_BYTES["float32"]
+
+    def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+        """See `Decoder.attention`."""
+        if forward.kind == LINEAR:
+            return self.linear_attention(forward, weights, x)
+        return gated_output_attention(forward, weights, x, turn)
+
+
+def read_hybrid(
+    config: Mapping[str, Any], family: str, *, kv_heads: int, ffn: int | None = None
+) -> Architecture:
+    """What such decoders' config.json names alike; see `read_decoder` for the keywords.
+
+    Raises InvalidRequest as `read_decoder` and `_read_linear` do.
+    """
+    a = read_decoder(
+        config, family, kv_heads=kv_heads, head_dim=256, positions=32768, rotation=0.25, ffn=ffn
+    )
+    bias = flag(config, "attention_bias", False)
+    refuse(config, "attn_output_gate", (None, True))
+    sizes, kinds = _read_linear(config, a.layers)
+    return replace(
+        a, attention_bias=bias, output_bias=bias, qk_norm=True, output_gate=True, linear=sizes,
+        layer_kinds=kinds,
+    )  # fmt: skip
+
+
+def _read_linear(config: Mapping[str, Any], layers: int) -> tuple[Linear, tuple[str, ...]]:
     """The sizes of linear attention, and the blocks' kinds.
 
     Raises InvalidRequest: kinds that are neither of the two, or not one a layer.
@@ -65,7 +153,7 @@ def read_hybrid(config: Mapping[str, Any], layers: int) -> tuple[Linear, tuple[s
 
 
 def hybrid_config(a: Architecture) -> dict[str, Any]:
-    """The keys that `read_hybrid` reads."""
+    """The keys that `_read_linear` reads."""
     names = {kind: name for name, kind in KINDS.items()}
     return {
         "linear_num_key_heads": a.linear.key_heads,
@@ -93,6 +181,20 @@ def delta_rows(a: Architecture) -> Rows:
     return rows + linear(f"{NAME}.in_proj_a", sizes.value_heads, a.hidden, bias=False)
 
 
+def joined_delta_rows(a: Architecture) -> Rows:
+    """Linear attention of one block of `Qwen3NextGatedDeltaNet`."""
+    sizes, values = a.linear, a.linear.value_heads * a.linear.value
+    rows: Rows = [
+        (f"{NAME}.dt_bias", (sizes.value_heads,)),
+        (f"{NAME}.A_log", (sizes.value_heads,)),
+        (f"{NAME}.conv1d.weight", (sizes.channels, 1, sizes.kernel)),
+    ]
+    rows += linear(f"{NAME}.in_proj_qkvz", sizes.channels + values, a.hidden, bias=False)
+    rows += linear(f"{NAME}.in_proj_ba", 2 * sizes.value_heads, a.hidden, bias=False)
+    rows.append((f"{NAME}.norm.weight", (sizes.value,)))
+    return rows + linear(f"{NAME}.out_proj", a.hidden, values, bias=False)
+
+
 def delta_states(a: Architecture) -> tuple[RowState, ...]:
     """What linear attention of one block carries along a row, as Hugging Face's cache keeps it.
 
@@ -118,23 +220,6 @@ def gated_output_rows(a: Architecture) -> Rows:
     rows += linear("self_attn.o_proj", a.hidden, q, a.output_bias)
     norms = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
     return rows + [(name, (a.head_dim,)) for name in norms]
-
-
-def hybrid_weights(a: Architecture) -> tuple[Weight, ...]:
-    """All weights of such a decoder with plain feed-forwards."""
-    rest = gated_rows("mlp", a, a.ffn) + norm_rows(a)
-    rows = {LINEAR: delta_rows(a) + rest, "": gated_output_rows(a) + rest}
-    blocks = [
-        Weight(name=f"model.layers.{layer}.{name}", shape=shape, part="block", layer=layer)
-        for layer in range(a.layers)
-        for name, shape in rows[a.kind(layer)]
-    ]
-    return (
-        Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
-        *blocks,
-        Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
-        *head(a),
-    )
 
 
 @module

@@ -6,6 +6,7 @@ keep other tensors. Names of variables follow those of the class, which hold wha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from memfit import meta
@@ -30,6 +31,7 @@ CHUNK = 64  # tokens, the class's default
 TURNS = 5  # simulated of a scan with more: the first, one for all in the middle, and the last three
 NAME = "linear_attn"
 GATES = (f"{NAME}.in_proj_a", f"{NAME}.in_proj_b")  # of decay and of writing
+JOINED_GATES = (f"{NAME}.in_proj_ba",)  # of both
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # queries, keys, values, decays, betas
 
 
@@ -38,20 +40,72 @@ def chunks_of(tokens: int) -> int:
     return -(-tokens // CHUNK)
 
 
+class Entered(NamedTuple):
+    """What linear attention makes of a block's input before the convolution."""
+
+    mixed: Tensor  # queries, keys and values: (batch, channels, tokens)
+    z: Tensor  # the output's gate: (batch, tokens, value_heads, value)
+    b: Tensor  # gates of writing and of decay: (batch, tokens, value_heads)
+    a: Tensor
+    parts: list[Tensor]  # local variables until the convolution's result is cut
+    products: tuple[Tensor, ...]  # local variables until the module returns
+
+
+Entry = Callable[[Forward, Weights, Tensor], Entered]
+
+
 @module
 def gated_delta_net(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-    """Linear attention of one block: (batch, tokens, hidden) -> the same."""
-    linear = forward.architecture.linear
+    """Linear attention of one block of Qwen3.5: (batch, tokens, hidden) -> the same."""
+    return _attend_linearly(forward, weights, x, _enter_apart)
+
+
+@module
+def joined_delta_net(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """Linear attention of one block of Qwen3-Next: (batch, tokens, hidden) -> the same."""
+    return _attend_linearly(forward, weights, x, _enter_joined)
+
+
+def _enter_apart(forward: Forward, weights: Weights, x: Tensor) -> Entered:
+    """A product for queries, keys and values, and one for each of the gates."""
     batch, tokens, _ = x.shape
     mixed = meta.transpose(project(forward, weights, f"{NAME}.in_proj_qkv", x), 1, 2)
     z = project(forward, weights, f"{NAME}.in_proj_z", x)
-    z = meta.reshape(z, batch, tokens, -1, linear.value)
+    z = meta.reshape(z, batch, tokens, -1, forward.architecture.linear.value)
     b = project(forward, weights, f"{NAME}.in_proj_b", x)
     a = project(forward, weights, f"{NAME}.in_proj_a", x)
+    return Entered(mixed, z, b, a, [], ())
+
+
+def _enter_joined(forward: Forward, weights: Weights, x: Tensor) -> Entered:
+    """Two products whose columns are grouped by heads of keys
+    (`fix_query_key_value_ordering` of `Qwen3NextGatedDeltaNet`)."""
+    linear, (batch, tokens, _) = forward.architecture.linear, x.shape
+    repeats = linear.value_heads // linear.key_heads
+    qkvz = project(forward, weights, f"{NAME}.in_proj_qkvz", x)
+    ba = project(forward, weights, f"{NAME}.in_proj_ba", x)
+    heads = (batch, tokens, linear.key_heads, -1)
+    widths = [linear.key] * 2 + [repeats * linear.value] * 2
+    query, key, value, z = meta.split(meta.view(qkvz, *heads), widths, 3)
+    b, a = meta.split(meta.view(ba, *heads), [repeats] * 2, 3)
+    value = meta.reshape(value, batch, tokens, -1, linear.value)
+    z = meta.reshape(z, batch, tokens, -1, linear.value)
+    b = meta.reshape(b, batch, tokens, linear.value_heads)
+    a = meta.reshape(a, batch, tokens, linear.value_heads)
+    parts = [meta.reshape(part, batch, tokens, -1) for part in (query, key, value)]
+    mixed = meta.transpose(meta.concatenate(parts, 2), 1, 2)
+    return Entered(mixed, z, b, a, parts, (qkvz, ba))
+
+
+def _attend_linearly(forward: Forward, weights: Weights, x: Tensor, enter: Entry) -> Tensor:
+    linear = forward.architecture.linear
+    batch, tokens, _ = x.shape
+    mixed, z, b, a, parts, products = enter(forward, weights, x)
     mixed = _convolve(forward, mixed, weights[f"{NAME}.conv1d.weight"])
     mixed = meta.transpose(mixed, 1, 2)
     widths = [linear.key_heads * linear.key] * 2 + [linear.value_heads * linear.value]
     query, key, value = meta.split(mixed, widths, 2)
+    parts.clear()
     query = meta.reshape(query, batch, tokens, -1, linear.key)
     key = meta.reshape(key, batch, tokens, -1, linear.key)
     value = meta.reshape(value, batch, tokens, -1, linear.value)
@@ -64,7 +118,8 @@ def gated_delta_net(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     out = gated_norm(forward, weights[f"{NAME}.norm.weight"], out, z)
     out = meta.reshape(out, batch, tokens, -1)
     output = project(forward, weights, f"{NAME}.out_proj", out)
-    return output  # noqa: RET504 - what went in is alive until here
+    del products  # alive until here, as what went in is
+    return output
 
 
 def _convolve(forward: Forward, x: Tensor, weight: Tensor) -> Tensor:
