@@ -143,6 +143,9 @@ CASES = {
     "qwen3_5, nf4, states": (
         "qwen3_5_text", ("grpo", {**ADAPTED, "base_format": "nf4"}, KL, {})
     ),
+    "qwen3_next, nf4, states and experts": (
+        "qwen3_next", ("grpo", {**ADAPTED, "base_format": "nf4"}, KL, {})
+    ),
     "bloom, lora, by distance": ("bloom", ("grpo", {**ADAPTED, "attention": "math"}, KL, {})),
     "mpt, full, by distance": ("mpt", ("rloo", {"attention": "math"}, TWICE, {})),
     "falcon, lora": ("falcon", WITH_KL),
@@ -153,12 +156,13 @@ CASES = {
     "stablelm, full": ("stablelm", FULL),
     "glm4_moe, lora": ("glm4_moe", WITH_KL),
 }  # fmt: skip
+_LARGE_STATES = {
+    "linear_key_head_dim": 32, "linear_value_head_dim": 48, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "max_position_embeddings": 256,
+}  # fmt: skip
 CHANGED = {
     "gemma3_text": {"sliding_window": 15},
-    "qwen3_5_text": {
-        "linear_key_head_dim": 32, "linear_value_head_dim": 48, "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8, "max_position_embeddings": 256,
-    },
+    "qwen3_5_text": _LARGE_STATES, "qwen3_next": _LARGE_STATES,
 }  # fmt: skip
 SHORT = {"max_completion_length": 4}
 LONG = ("llama, dora", "llama, nf4")  # which show what steps of a long answer add
