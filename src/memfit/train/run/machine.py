@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from datetime import date
 from functools import partial
-from statistics import median
 
 import msgspec
 import torch
@@ -18,8 +17,12 @@ from memfit.core.libraries import installed_versions
 from memfit.records.hardware import Calibration, Device
 from memfit.train.measure.cuda_allocator import running_settings
 
-SIDES = (128, 256, 512, 1024)  # of square products; larger ones change the rate by a few per cent
-ENOUGH = 0.05  # seconds of a product: a processor without bf16 of its own takes 3 s for the largest
+SIDES = (128, 256, 512, 1024, 2048)  # of square products
+USUAL = 1024  # larger ones change the rate by a few per cent
+ENOUGH = 0.05  # seconds of a product: a processor without bf16 of its own takes 3 s for `USUAL`
+# a product of eight times the work that has so many times the rate had waited for other processes:
+# each of its threads has to be given a turn
+RISE = 2
 COPY = 2**24  # elements copied to measure bandwidth: beyond most caches, and 64 MiB
 REPEATS = 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -75,8 +78,8 @@ def _matmul(dtype: torch.dtype) -> float:
     for side in SIDES:
         a = torch.ones(side, side, dtype=dtype)
         seconds = _seconds(partial(torch.matmul, a, a))
-        rate = 2 * side**3 / seconds
-        if seconds > ENOUGH:
+        before, rate = rate, 2 * side**3 / seconds
+        if (side >= USUAL or seconds > ENOUGH) and rate < RISE * before:
             break
     return rate
 
@@ -88,11 +91,11 @@ def _bandwidth() -> float:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The median of a few timed calls after one warm-up."""
+    """The least of a few timed calls after one warm-up: others wait for other processes."""
     work()
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return median(times)
+    return min(times)
