@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import sys
 import tempfile
 import zlib
@@ -27,6 +28,8 @@ _NO_CONFIG = tempfile.TemporaryDirectory(prefix="memfit-no-config-")  # gone whe
 os.environ["XDG_CONFIG_HOME"] = _NO_CONFIG.name  # nobody's own rows
 os.environ["MEMFIT_NO_CACHE"] = "1"  # no certificate of another test, or of another code
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what is in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # and so would be what tests start
 
 # The same examples every time; `make test-wide` looks for new ones. No test is about its own time.
 settings.register_profile("same", derandomize=True, deadline=None)
