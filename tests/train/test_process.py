@@ -117,7 +117,7 @@ def test_what_is_freed_goes_back_to_the_system() -> None:
     before, while_alive, after, peak = map(int, done.stdout.split())
     assert while_alive - before >= 60 * MIB
     assert after - before < 36 * MIB  # every second one is alive
-    assert peak == while_alive
+    assert while_alive <= peak < while_alive + MIB  # of the interpreter a few pages more
 
 
 def test_a_rehearsal_leaves_the_weights_alone_behind(tiny_recipe) -> None:
