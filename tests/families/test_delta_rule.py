@@ -56,7 +56,7 @@ def ours(tokens, linear, dtype, wanted, *, unrolled):
         for i, (shape, grad) in enumerate(zip(shapes(tokens, linear), wanted, strict=True))
     ]
     start = len(meter.events)
-    out = chunked_delta_rule(SimpleNamespace(linear=linear), *given)
+    out = chunked_delta_rule(SimpleNamespace(linear=linear), given)
     meta.backward(total(out))
     del out
     return meter, start, given
@@ -121,7 +121,7 @@ def test_prompts_and_steps_hold_what_hugging_faces_functions_hold(tokens, linear
         if tokens == 1:
             out, state = step_delta_rule(a, given, held)
         else:
-            out = chunked_delta_rule(a, *given, states)
+            out = chunked_delta_rule(a, given, states)
             state = states.pop()
         assert state.shape == held.shape
         del out, state

@@ -14,7 +14,6 @@ import click
 from memfit.cli.options import output_options, print_json, same_options
 from memfit.core.errors import InvalidRequest, UnknownName, shorten_name
 from memfit.files.flags import BY_WORD, DEVICE, QLORA, find_flag, gather
-from memfit.records.other_words import TASKS
 
 WELCOME = """\
 memfit {version}: know the memory of an LLM training step before you pay for it
@@ -158,6 +157,8 @@ def _read_words(words: Sequence[str]) -> dict[str, str] | None:
 
 def _read_word(word: str) -> dict[str, str]:
     """What one word sets; nothing where it is none of these."""
+    from memfit.records.other_words import TASKS  # which no welcome waits for
+
     if word in (*METHODS, "dora", "freeze"):
         return {"method": word}
     if (task := word.replace("-", "_")) in TASKS:

@@ -12,26 +12,14 @@ from typing import Any, final
 from msgspec.structs import replace
 
 from memfit.families import families
-from memfit.families.shared.experts import (
-    gated_expert_config,
-    gated_expert_rows,
-    read_gated_experts,
-    sparse_and_gated,
-)
-from memfit.families.shared.forward import Forward, Weights
-from memfit.families.shared.hybrid.decoder import HybridDecoder, grid_rotation, read_hybrid
-from memfit.families.shared.weights import Rows
-from memfit.meta import Tensor
+from memfit.families.shared.experts import read_gated_experts
+from memfit.families.shared.hybrid.decoder import HybridMixture, grid_rotation, read_hybrid
 from memfit.records.model import Architecture
 
 
 @final
-class Qwen35MoeText(HybridDecoder):
-    """Qwen3.5's two kinds of block, each with many small experts and a shared one that is gated.
-
-    Memory does not depend on which experts are chosen. The router's auxiliary loss is not part of
-    memfit's step: a config that asks for it is refused.
-    """
+class Qwen35MoeText(HybridMixture):
+    """Qwen3.5's two kinds of block, each with many small experts and a shared one that is gated."""
 
     name = "qwen3_5_moe_text"
     text_of = "qwen3_5_moe"
@@ -44,18 +32,6 @@ class Qwen35MoeText(HybridDecoder):
         # no block has a plain feed-forward, and published files name no width of one
         a = read_hybrid(config, self.name, kv_heads=2, ffn=experts.shared_ffn)
         return replace(a, experts=experts)
-
-    def config(self, a: Architecture) -> dict[str, Any]:
-        """See `Family.config`."""
-        return super().config(a) | gated_expert_config(a)
-
-    def feed_forward_rows(self, a: Architecture) -> Rows:
-        """See `HybridDecoder.feed_forward_rows`."""
-        return gated_expert_rows(a)
-
-    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Decoder.feed_forward`."""
-        return sparse_and_gated(forward, weights, x)
 
 
 families.register("qwen3_5_moe_text")(Qwen35MoeText())

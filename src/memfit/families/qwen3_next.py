@@ -12,28 +12,16 @@ from msgspec.structs import replace
 
 from memfit.families import families
 from memfit.families.shared.config import flag
-from memfit.families.shared.experts import (
-    every_layer_has_experts,
-    gated_expert_config,
-    gated_expert_rows,
-    read_gated_experts,
-    sparse_and_gated,
-)
-from memfit.families.shared.forward import Forward, Weights
-from memfit.families.shared.hybrid.decoder import HybridDecoder, joined_delta_rows, read_hybrid
+from memfit.families.shared.experts import every_layer_has_experts, read_gated_experts
+from memfit.families.shared.hybrid.decoder import HybridMixture, joined_delta_rows, read_hybrid
 from memfit.families.shared.hybrid.delta_rule import JOINED_GATES, joined_delta_net
 from memfit.families.shared.weights import Rows
-from memfit.meta import Tensor
 from memfit.records.model import Architecture
 
 
 @final
-class Qwen3Next(HybridDecoder):
-    """Qwen3.5's kinds of block, whose linear attention joins its projections, with experts.
-
-    Memory does not depend on which experts are chosen. The router's auxiliary loss is not part of
-    memfit's step: a config that asks for it is refused.
-    """
+class Qwen3Next(HybridMixture):
+    """Qwen3.5's kinds of block, whose linear attention joins its projections, with experts."""
 
     name = "qwen3_next"
     lora_targets = ("q_proj", "v_proj", "in_proj_qkvz")
@@ -51,20 +39,11 @@ class Qwen3Next(HybridDecoder):
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""
-        own = {"norm_topk_prob": a.experts.normalised}
-        return super().config(a) | gated_expert_config(a) | own
+        return super().config(a) | {"norm_topk_prob": a.experts.normalised}
 
     def linear_rows(self, a: Architecture) -> Rows:
         """See `HybridDecoder.linear_rows`."""
         return joined_delta_rows(a)
-
-    def feed_forward_rows(self, a: Architecture) -> Rows:
-        """See `HybridDecoder.feed_forward_rows`."""
-        return gated_expert_rows(a)
-
-    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Decoder.feed_forward`."""
-        return sparse_and_gated(forward, weights, x)
 
 
 families.register("qwen3_next")(Qwen3Next())

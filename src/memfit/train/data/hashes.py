@@ -82,14 +82,13 @@ def _read(path: Path, *, text: bool) -> Content:
     digest, problem = hashlib.sha256(), ""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as file:
-        more = True
-        while more:
+        chunk = None
+        while chunk != b"":
             chunk = file.read(MIB)
-            more = bool(chunk)
             digest.update(chunk)
             if text and not problem:
                 try:
-                    decoder.decode(chunk, final=not more)  # the last character may be cut
+                    decoder.decode(chunk, final=not chunk)  # the last character may be cut
                     problem = "is a binary file" if b"\0" in chunk else ""
                 except UnicodeDecodeError as error:
                     byte = error.object[error.start]

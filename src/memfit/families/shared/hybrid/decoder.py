@@ -13,6 +13,11 @@ from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import show
 from memfit.families.shared.blocks import unit_norm
 from memfit.families.shared.config import cycle, flag, fraction_of, read_decoder, refuse, size
+from memfit.families.shared.experts import (
+    gated_expert_config,
+    gated_expert_rows,
+    sparse_and_gated,
+)
 from memfit.families.shared.forward import (
     Forward,
     Rotation,
@@ -101,6 +106,26 @@ class HybridDecoder(Decoder):
         if forward.kind == LINEAR:
             return self.linear_attention(forward, weights, x)
         return gated_output_attention(forward, weights, x, turn)
+
+
+class HybridMixture(HybridDecoder):
+    """The same with many small experts in each block, and a shared one that is gated.
+
+    Memory does not depend on which experts are chosen. The router's auxiliary loss is not part of
+    memfit's step: a config that asks for it is refused.
+    """
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return super().config(a) | gated_expert_config(a)
+
+    def feed_forward_rows(self, a: Architecture) -> Rows:
+        """See `HybridDecoder.feed_forward_rows`."""
+        return gated_expert_rows(a)
+
+    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Decoder.feed_forward`."""
+        return sparse_and_gated(forward, weights, x)
 
 
 def read_hybrid(

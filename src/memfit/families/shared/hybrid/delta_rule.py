@@ -142,8 +142,8 @@ def _apply_rule(forward: Forward, operands: Operands, states: list[Tensor]) -> T
         states.append(state)
         return out
     if not isinstance(slots, Prefill):
-        return chunked_delta_rule(a, *operands)
-    out = chunked_delta_rule(a, *operands, states)
+        return chunked_delta_rule(a, operands)
+    out = chunked_delta_rule(a, operands, states)
     slots.store_state(states[0])
     return out
 
@@ -180,16 +180,9 @@ def _unit_length(x: Tensor) -> Tensor:
     return meta.mul(x, inverse)
 
 
-def chunked_delta_rule(
-    a: Architecture, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
-    states: list[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """The rule over chunks of 64 tokens, `torch_chunk_gated_delta_rule`.
-
-    (batch, tokens, heads, size), decay and beta (batch, tokens, heads) -> as value; fp32 within.
-    states: receives the state after the last token, where a caller needs it.
-    """
-    dtype, tokens = query.dtype, query.shape[1]
+def _enter_rule(a: Architecture, operands: Operands) -> Operands:
+    """What both forms of the rule begin with: heads first, in fp32, query and key of length 1."""
+    query, key, value, decay, beta = operands
     repeats = a.linear.value_heads // a.linear.key_heads
     if repeats > 1:
         query = repeat_heads(query, repeats)
@@ -201,6 +194,20 @@ def chunked_delta_rule(
     query = _unit_length(query)
     key = _unit_length(key)
     query = meta.scale(query)
+    return query, key, value, decay, beta
+
+
+def chunked_delta_rule(
+    a: Architecture, operands: Operands, states: list[Tensor] | None = None
+) -> Tensor:
+    """The rule over chunks of 64 tokens, `torch_chunk_gated_delta_rule`.
+
+    operands: query, key, value (batch, tokens, heads, size), decay and beta (batch, tokens, heads)
+    -> as value; fp32 within.
+    states: receives the state after the last token, where a caller needs it.
+    """
+    dtype, tokens = operands[0].dtype, operands[0].shape[1]
+    query, key, value, decay, beta = _enter_rule(a, operands)
     extra = chunks_of(tokens) * CHUNK - tokens
     query, key, value = [pad(x, 2, extra) for x in (query, key, value)]
     beta, decay = [pad(x, 2, extra) for x in (beta, decay)]
@@ -252,18 +259,8 @@ def step_delta_rule(a: Architecture, operands: Operands, state: Tensor) -> tuple
     operands, and what it returns first: as of `chunked_delta_rule`; state: (rows, value_heads, key,
     value), and the new one behind it.
     """
-    query, key, value, decay, beta = operands
-    dtype, repeats = query.dtype, a.linear.value_heads // a.linear.key_heads
-    if repeats > 1:
-        query = repeat_heads(query, repeats)
-        key = repeat_heads(key, repeats)
-    query, key, value, beta, decay = [
-        cast_row_major(meta.transpose(x, 1, 2), "float32")
-        for x in (query, key, value, beta, decay)
-    ]  # fmt: skip
-    query = _unit_length(query)
-    key = _unit_length(key)
-    query = meta.scale(query)
+    dtype = operands[0].dtype
+    query, key, value, decay, beta = _enter_rule(a, operands)
     out = like(value)
     q_t, k_t = (meta.unsqueeze(meta.select(x, 2), 3) for x in (query, key))
     decay = exp(meta.select(decay, 2))
