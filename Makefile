@@ -6,7 +6,7 @@ STEPS ?= 200
 TESTS ?=
 # of `make gpu`: cuda or cpu, minutes, names of slices, the folder for results
 DEVICE ?= cuda
-MINUTES ?= 25
+MINUTES ?= 29
 SLICE ?=
 OUT ?=
 

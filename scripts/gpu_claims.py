@@ -102,7 +102,7 @@ def _number(source: str, name: str) -> Callable[[Row], Iterator[Finding]]:
     floor = TOTAL_FLOOR if name == "device_total" else 0.0
 
     def judge(row: Row) -> Iterator[Finding]:
-        if source in row and "measured" in row and row["slice"] in ("recipes", "grid"):
+        if source in row and "measured" in row and row["slice"] in ("recipes", "rollouts", "grid"):
             said, measured = row[source][name], row["measured"][name]
             at = ALLOWED[name]
             yield from _compare(row, said, measured, at, lambda: _blame(row, source, name), floor)

@@ -7,8 +7,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from on_gpu.recipes import CASES, Certifying, make_plan
+from on_gpu import recipes, rollouts
+from on_gpu.recipes import Certifying, make_plan
 
+CASES = recipes.CASES | rollouts.CASES
 AT_ONCE = 4  # processes, which use the processor while the GPU is measured: few of its cores
 
 

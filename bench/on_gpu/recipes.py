@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from gpu_grid import TINY
 from on_gpu.join import join_snapshot
 from on_gpu.rows import Place, Row, Unit
 
+Measuring = Callable[[Any, Place], tuple[Any, Any, Row]]
 NUMBERS = ("peak_allocated", "peak_reserved", "device_total")
 MAX_ENTRIES = 1_000_000  # of the allocator's history, which slows a step and takes host memory
 STEPS = 2
@@ -89,6 +90,18 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         **FULL, "qat": "int8", "micro_batch": 2, "task.global_batch": 4,
         "task.sequence_length": 2048,
     }),
+    "9B LoRA, three of four layers of linear attention": ("qwen3.5-9b", (), {
+        **LORA, "base_format": "bf16", "micro_batch": 1, "task.global_batch": 1,
+        "task.sequence_length": 2048,
+    }),
+    "7B LoRA, 64 experts": ("olmoe-1b-7b", (), {
+        **LORA, "base_format": "bf16", "micro_batch": 2, "task.global_batch": 2,
+        "task.sequence_length": 2048,
+    }),
+    "20B LoRA over nf4, experts and windows": ("gpt-oss-20b", BNB, {
+        **LORA, "base_format": "nf4", "micro_batch": 1, "task.global_batch": 1,
+        "task.sequence_length": 2048,
+    }),
 }  # fmt: skip
 SMALL: dict[str, Any] = {
     "micro_batch": 2, "task.global_batch": 4, "task.sequence_length": 64, "precision": "fp32",
@@ -127,8 +140,11 @@ def measure(name: str, place: Place) -> Row:
     return measure_plan(plan, place)
 
 
-def measure_plan(plan: Any, place: Place) -> Row:
-    """Measure a plan here while its certificate is made beside, where no GPU is seen."""
+def measure_plan(plan: Any, place: Place, run_here: Measuring | None = None) -> Row:
+    """Measure a plan here while its certificate is made beside, where no GPU is seen.
+
+    run_here: gives the run, the allocator's history or None, and what else the row says.
+    """
     from memfit import api
     from memfit.core.errors import Error, InvalidRequest
     from memfit.records import to_data
@@ -139,7 +155,8 @@ def measure_plan(plan: Any, place: Place) -> Row:
     with tempfile.TemporaryDirectory() as folder, Certifying(plan, Path(folder)) as certifying:
         snapshot = None
         try:
-            run, snapshot = _measure(plan, place)
+            run, snapshot, more = (run_here or _measure)(plan, place)
+            row |= more
         except (Error, RuntimeError) as error:  # torch.OutOfMemoryError is one
             row["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:300]
             run = None
@@ -165,7 +182,7 @@ def measure_plan(plan: Any, place: Place) -> Row:
     }
     if snapshot is not None and not isinstance(proof, str):
         row["joined"] = join_snapshot(snapshot, to_data(proof.at_peak), MAX_ENTRIES)
-    if not place.rehearsal:
+    if not place.rehearsal and run_here is None:
         try:
             api.append_row(place.out / "corpus.jsonl", plan, run)
         except InvalidRequest as refusal:
@@ -185,7 +202,7 @@ def _kinds(ledger: Any) -> dict[str, dict[str, int]]:
     }
 
 
-def _measure(plan: Any, place: Place) -> tuple[Any, Any]:
+def _measure(plan: Any, place: Place) -> tuple[Any, Any, Row]:
     """The run, and the allocator's own history of a rehearsal after it where there is one.
 
     The history makes steps slower, so that the run, whose seconds count, has none.
@@ -193,7 +210,7 @@ def _measure(plan: Any, place: Place) -> tuple[Any, Any]:
     from memfit import api
 
     if place.rehearsal:
-        return api.measure(plan.recipe, steps=STEPS), None
+        return api.measure(plan.recipe, steps=STEPS), None, {}
     import torch
 
     run = api.measure(plan.recipe, steps=STEPS)
@@ -208,7 +225,7 @@ def _measure(plan: Any, place: Place) -> tuple[Any, Any]:
     torch.cuda.synchronize()
     snapshot = dict(torch.cuda.memory._snapshot()) | {"held_before": held}
     torch.cuda.memory._record_memory_history(enabled=None)
-    return run, snapshot
+    return run, snapshot, {}
 
 
 def rehearse(recipe: Any) -> None:

@@ -1,6 +1,6 @@
 """Measure every claim about CUDA on this machine's GPU, slice by slice, and go on where it stopped.
 
-    python3 bench/on_gpu [--minutes 25] [--device cuda|cpu] [--slice NAME ...] [--out FOLDER]
+    python3 bench/on_gpu [--minutes 29] [--device cuda|cpu] [--slice NAME ...] [--out FOLDER]
 
 Needs torch, transformers and peft; what else is missing comes from the wheels of `make gpu-pack`.
 A row is written as soon as its unit is measured; what has a row is not measured again. Slices run
@@ -33,7 +33,7 @@ from on_gpu.slices import MOST_MINUTES, NAMES, SLICES, Slice, list_units, missin
 from on_gpu.worker import Worker, serve
 
 SPARE = 2  # processes that import while another measures
-PLANNED = 25.0  # minutes, of which `Slice.minutes` are shares
+PLANNED = 29.0  # minutes, of which `Slice.minutes` are shares
 ASK = """
 import json, sys
 import torch
@@ -97,7 +97,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--row", default="", help="with --list: of which GPU's catalogue row")
     asked = parser.parse_args(arguments)
     if not asked.minutes > 0:
-        parser.error(f"--minutes {asked.minutes:g} leaves no time\nhint: 25 is the default")
+        parser.error(f"--minutes {asked.minutes:g} leaves no time\nhint: 29 is the default")
     if asked.out is None:
         asked.out = paths.ROOT / "build" / ("gpu" if asked.device == "cuda" else "gpu-rehearsal")
     return asked

@@ -17,13 +17,14 @@ class Slice(NamedTuple):
     name: str
     module: str
     title: str
-    minutes: float  # of 25, at the first turn; what is left over goes to whoever needs more
+    minutes: float  # of 29, at the first turn; what is left over goes to whoever needs more
     alone: bool  # each unit in a process of its own, as the allocator's counters are a process's
     lanes: int = 1  # units that run side by side: of slices that ask neither clock nor driver
 
 
 SLICES = (
     Slice("recipes", "recipes", "recipes end to end, by phase and component", 5.0, True),
+    Slice("rollouts", "rollouts", "iterations that sample: bytes and seconds by phase", 4.0, True),
     Slice("allocator", "recordings", "recordings of the caching allocator", 3.5, True, 4),
     Slice("rates", "rates", "products, attention, memory, copies, launches", 2.5, False),
     Slice("kernels", "kernels", "contexts, and memory inside kernels", 2.0, True),

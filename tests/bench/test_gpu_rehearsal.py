@@ -100,17 +100,18 @@ def test_the_rehearsal_goes_on_where_it_was_killed(killed, names, tmp_path):
     assert all(row["rehearsal"] for row in rows)
     assert "every unit has its row" in said
     assert len(list(tmp_path.iterdir())) <= 8
-    for row in (row for row in rows if row["slice"] == "recipes"):
+    for row in (row for row in rows if row["slice"] in ("recipes", "rollouts")):
         assert row["measured"]["peak_allocated"] == row["certified"]["peak_allocated"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("certified_here")
-def test_a_recipe_is_rehearsed_and_holds_what_is_certified(tmp_path):
+@pytest.mark.parametrize("name", ["recipes", "rollouts"])
+def test_a_recipe_is_rehearsed_and_holds_what_is_certified(name, tmp_path):
     """In this process; `make test-wide` has every slice, each unit in a process of its own."""
     place = Place("cpu", "cpu-x86", tmp_path)
-    (unit,) = list_units(SLICES[0], place)
-    row = measure("recipes", unit.name, place)
+    (unit,) = list_units(next(one for one in SLICES if one.name == name), place)
+    row = measure(name, unit.name, place)
     assert "failed" not in row, row
     assert row["measured"]["peak_allocated"] == row["certified"]["peak_allocated"] > 0
 
@@ -169,7 +170,7 @@ def test_a_unit_for_which_the_run_has_no_time_left_has_no_row(tmp_path, monkeypa
 def test_no_time_and_no_gpu_are_told_of_with_a_hint(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run.main(["--minutes", "0"])
-    assert "hint: 25 is the default" in capsys.readouterr().err
+    assert "hint: 29 is the default" in capsys.readouterr().err
     monkeypatch.setattr(run.paths, "prepare", list)
     monkeypatch.setattr(run, "_ask", lambda _: "torch finds no CUDA device")
     assert run.main(["--out", str(tmp_path)]) == 2
