@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import compress
 from pathlib import Path
 from statistics import median
 
@@ -535,4 +536,6 @@ def test_memfits_own_steps_are_predicted_better_by_what_was_measured_of_their_ca
     monkeypatch.setattr(own, "read_measured", dict)
     published = errors()
     assert median(curves) < median(published)
-    assert max(curves) < max(published)
+    inside = [row.recipe.model.name not in outside for row in rows]
+    # of steps that wait for the host, either launch is too short, and the measured one the shorter
+    assert max(compress(curves, inside)) < max(compress(published, inside))
