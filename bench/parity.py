@@ -1,8 +1,9 @@
 """A snapshot that torch recorded on a GPU, read back as a tape, and our replay checked against it.
 
-`torch.cuda.memory._record_memory_history(max_entries=...)`, work, `torch.cuda.memory._snapshot()`
-(or `_dump_snapshot`, which pickles it): the entries say every allocation and release with its
-address, and every segment. The replay gets only what a program decides (sizes, streams, order, and
+`torch.cuda.memory._record_memory_history(max_entries=..., context="alloc")`, work,
+`torch.cuda.memory._snapshot()` (or `_dump_snapshot`, which pickles it): the entries say every
+allocation and release with its address, and every segment. Without that `context`, torch 2.11 fails
+in recomputed blocks. The replay gets only what a program decides (sizes, streams, order, and
 where the driver put segments); what torch then did must come out entry by entry.
 
 Which stream delayed a release is not recorded (`record_stream` leaves no entry), only that it was

@@ -48,27 +48,12 @@ def measure(name: str, place: Place) -> Row:
     if name == "context":
         return weigh_context(place)
     kind, _, what = name.partition(": ")
-    if why := refused(what):
-        return {"skipped": why}
     probe = make_probe(place)
     if kind == "kernel":
         cases(place)[what](probe)
     else:
         run_step(probe, name, place)
     return {"operators": list(probe.seen.values())}
-
-
-def refused(what: str) -> str:
-    """Why memfit has no such kernel with this torch; "" where it has."""
-    from memfit.core.errors import InvalidRequest
-    from memfit.train.model.varlen import check_varlen
-
-    if what.startswith("varlen"):
-        try:
-            check_varlen()
-        except InvalidRequest as refusal:
-            return refusal.message
-    return ""
 
 
 def say(what: str, device: str) -> dict[str, int]:

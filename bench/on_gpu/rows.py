@@ -69,7 +69,9 @@ class Rows:
     def has(self, key: Key, *, again: bool = False) -> bool:
         """Whether nothing is left to do: what was skipped is tried anew, what failed if told."""
         row = self._known.get(key)
-        return row is not None and "skipped" not in row and not (again and "failed" in row)
+        if row is None or "skipped" in row:
+            return False
+        return not (again and (row.get("failed") or row.get("broken")))  # of a unit, of its tests
 
     def add(self, row: Row) -> None:
         """The row is on disk when this returns."""

@@ -125,11 +125,14 @@ def test_a_row_that_was_cut_is_measured_again_and_what_was_skipped_is_tried_agai
     assert not rows.has(("a", "2", "d"))
     rows.add({"slice": "a", "name": "2", "device": "d", "skipped": "not installed: x"})
     rows.add({"slice": "a", "name": "3", "device": "d", "failed": "it broke"})
+    rows.add({"slice": "a", "name": "4", "device": "d", "broken": {"test_a": "assert 2 < 1"}})
+    rows.add({"slice": "a", "name": "5", "device": "d", "broken": {}})
     again = Rows(file, None)
     assert not again.has(("a", "2", "d"))
+    assert [again.has(("a", name, "d"), again=True) for name in "45"] == [False, True]
     assert again.has(("a", "3", "d"))
     assert not again.has(("a", "3", "d"), again=True)
-    assert len(file.read_text().splitlines()) == 3
+    assert len(file.read_text().splitlines()) == 5
 
 
 class Broken:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,12 @@ from memfit.certify.evidence.certificate import make_certificate  # noqa: E402
 from memfit.core.errors import UnknownName  # noqa: E402
 from memfit.train.measure.counters import measure  # noqa: E402
 from memfit.train.model.attention import BACKENDS, attend  # noqa: E402
-from memfit.train.model.varlen import NEEDED, attend_end_to_end, varlen_attn  # noqa: E402
+from memfit.train.model.varlen import attend_end_to_end  # noqa: E402
 from tiny_models import make_recipe  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-    pytest.mark.skipif(
-        not {*NEEDED} <= {*signature(varlen_attn).parameters},
-        reason="this torch's varlen_attn lacks what `attention: varlen` needs, which is refused",
-    ),
 ]
 DOCUMENTS = ((700, 1, 323), (1024,))
 # of the largest element: 8 and 11 bits of mantissa, and sums of a thousand of them

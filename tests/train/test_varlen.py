@@ -60,7 +60,7 @@ def forward(query, key, value, starts, keys_start, longest, longest_key, causal=
     assert torch.equal(starts, keys_start)
     assert longest == longest_key
     groups = query.shape[1] // key.shape[1]
-    assert grouped == (groups > 1)
+    assert grouped == (groups > 1 and varlen.ASKS_FOR_GROUPS)
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     outputs, sums = [], []
     for q, k, v in cut(starts, longest, query, key, value):
@@ -180,10 +180,24 @@ def test_blocks_that_are_told_nothing_of_documents_are_refused(family):
     assert "`attention: flash`" in caught.value.hint
 
 
-def test_an_older_torch_is_refused_by_what_its_function_lacks(monkeypatch):
-    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False): ...
+@pytest.mark.usefixtures("on_a_cpu")
+def test_grouped_heads_need_no_word_where_torch_has_none(monkeypatch):
+    """torch 2.11: there is no `enable_gqa`, and nothing compares the numbers of heads."""
+    given = []
 
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+        given.append(query.shape[1] // key.shape[1])
+        return torch.ops.torch_attn._varlen_attn(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size == (-1, 0), scale,
+            list(window_size),
+        )[0]  # fmt: skip
+
+    packed, _ = pack(DOCUMENTS)
+    recipe = make_recipe(attention="varlen", packing=True)
+    _, newer, expected = one_step(recipe, packed)
     monkeypatch.setattr(varlen, "varlen_attn", older)
-    with pytest.raises(InvalidRequest, match="`varlen_attn` `scale`") as caught:
-        trace(make_recipe(attention="varlen", packing=True, **BF16), H100)
-    assert "`attention: flash`" in caught.value.hint
+    monkeypatch.setattr(varlen, "ASKS_FOR_GROUPS", False)
+    _, found, gradients = one_step(recipe, packed)
+    assert {*given} == {2}
+    torch.testing.assert_close(found.loss, newer.loss, rtol=0, atol=0)
+    assert_same_gradients(gradients, expected, rtol=1e-6)

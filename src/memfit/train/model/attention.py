@@ -54,7 +54,7 @@ def check_attention(
     recipe: Recipe, heads: Heads, platform: Platform, capability: Capability | None = None
 ) -> None:
     """Raise InvalidRequest when such a device has no such kernel for the model's heads and the
-    recipe's dtype, or this torch has another."""
+    recipe's dtype, or this cuDNN is too old for it."""
     dtype = recipe.compute_dtype
     refused = refusal(recipe.attention, dtype, heads, platform=platform, capability=capability)
     if refused:
@@ -62,10 +62,6 @@ def check_attention(
         raise InvalidRequest(
             f"`attention: {recipe.attention}` {refused}", hint=f"use one of {', '.join(others)}"
         )
-    if recipe.attention == "varlen":
-        from memfit.train.model.varlen import check_varlen
-
-        check_varlen()
     if recipe.attention == "cudnn":
         _check_cudnn(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
 

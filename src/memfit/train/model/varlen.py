@@ -16,20 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from memfit.core.errors import InvalidRequest
-
-NEEDED = ("scale", "window_size", "enable_gqa")  # of `varlen_attn`; torch 2.13 has them
-
-
-def check_varlen() -> None:
-    """Raise InvalidRequest where this torch's `varlen_attn` has not all parameters of `NEEDED`."""
-    missing = [name for name in NEEDED if name not in signature(varlen_attn).parameters]
-    if missing:
-        raise InvalidRequest(
-            f"`attention: varlen` gives torch's `varlen_attn` `{missing[0]}`, which that of torch"
-            f" {torch.__version__} does not know",
-            hint="use torch 2.13, or `attention: flash`",
-        )
+# torch 2.11 gives its kernel grouped heads unasked; newer ones refuse them without this word
+ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 
 
 def find_starts(documents: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -71,11 +59,13 @@ def attend_end_to_end(
         starts = find_starts(documents, query.device)
     longest = max(length for row in documents for length in row)
     reach = -1 if sliding_window is None or sliding_window >= longest else sliding_window - 1
-    grouped = heads != key.shape[1]
+    grouped: dict[str, Any] = (
+        {"enable_gqa": True} if ASKS_FOR_GROUPS and heads != key.shape[1] else {}
+    )
     query, key, value = (_end_to_end(_lower(x)) for x in (query, key, value))
     out = varlen_attn(
         query, key, value, starts, starts, longest, longest,
-        scale=scaling, window_size=(reach, 0), enable_gqa=grouped,
+        scale=scaling, window_size=(reach, 0), **grouped,
     )  # fmt: skip
     assert isinstance(out, Tensor)  # alone, as no sums of logarithms are asked for
     return out[..., :width].reshape(rows, tokens, heads, width), None
