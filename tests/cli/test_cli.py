@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 
+import click
 import msgspec
 import pytest
 from rich.cells import cell_len
 
 from memfit import api
 from memfit.cli import first_contact, options
-from memfit.cli.app import REQUEST_VERBS, VERBS, join_name, run
+from memfit.cli.app import REQUEST_VERBS, VERBS, app, join_name, put_model_in_place, run
 from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified, RunFailed
 from memfit.core.libraries import install_extra
 from memfit.core.wording import set_words
@@ -218,6 +219,23 @@ def test_what_is_wrong_is_said_once_with_a_hint(arguments, said):
 )  # fmt: skip
 def test_a_model_a_method_and_a_device_in_words_are_options(typed, meant):
     assert shlex.join(join_name(["plan", *typed.split()])) == f"plan {meant}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("plan qwen3-8b --gpu 4090 qlora", "plan qwen3-8b --method qlora --gpu 4090"),
+     ("plan --gpu=4090 qwen3 8b qlora --json 8k",
+      "plan 'qwen3 8b' --method qlora --seq-len 8k --gpu=4090 --json"),
+     ("plan qlora --lora_r 8 --model qwen3-8b", "plan qwen3-8b --method qlora --lora_r 8"),
+     ("solve sequence_length --gpu l4 gpt2 full", "solve sequence_length gpt2 --method full"
+      " --gpu l4"),
+     ("train gpt2 --folder 4bit --full", "train gpt2 --folder 4bit --full"),  # an option's value
+     ("plan gpt2 --frob lora full", "plan gpt2 --frob lora full")],  # whose option is not known
+)  # fmt: skip
+def test_words_about_a_model_stand_on_either_side_of_options(typed, meant):
+    args = put_model_in_place(shlex.split(typed))
+    command = app.get_command(click.Context(app), args[0])
+    assert shlex.join(join_name(args, command)) == meant
 
 
 def test_solve_takes_words_after_its_field():

@@ -10,7 +10,6 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from itertools import takewhile
 from typing import Any
 
 import click
@@ -85,33 +84,69 @@ class Verbs(click.Group):
             from memfit.cli.first_contact import refuse_verb
 
             raise refuse_verb(args, VERBS)
-        return super().resolve_command(ctx, put_model_in_place(join_name(args)))
+        command = self.get_command(ctx, args[0]) if args else None
+        return super().resolve_command(ctx, join_name(put_model_in_place(args), command))
 
 
-def join_name(args: list[str]) -> list[str]:
-    """`qwen3 14b on 4090`, as one says it: one name of the verbs that take one, and options."""
-    first = 2 if args[:1] == ["solve"] else 1  # which names a field before the model
-    words = list(takewhile(lambda word: not word.startswith("-"), args[first:]))
-    if args[:1] and args[0] in REQUEST_VERBS and len(words) > 1:
-        from memfit.cli.first_contact import part_words
+def join_name(args: list[str], command: click.Command | None = None) -> list[str]:
+    """`qwen3 14b on 4090`, as one says it: one name of the verbs that take one, and options.
 
-        return [*args[:first], *part_words(words, args), *args[first + len(words) :]]
-    return args
+    command: the verb's, whose options say which words are their values; words that say something
+    of a model stand on either side of options then.
+    """
+    if not args or args[0] not in REQUEST_VERBS:
+        return args
+    words, others = _part_options(args[1:], command)
+    first = 1 if args[0] == "solve" else 0  # which names a field before the model
+    if len(words) - first <= 1:
+        return args
+    from memfit.cli.first_contact import part_words
+
+    return [args[0], *words[:first], *part_words(words[first:], args), *others]
+
+
+def _part_options(
+    typed: Sequence[str], command: click.Command | None
+) -> tuple[list[str], list[str]]:
+    """The words that are no option's, up to one that no option is known to be, and all others."""
+    valued = {
+        name: not (param.is_flag or param.count)
+        for param in (command.params if command else ())
+        if isinstance(param, click.Option)
+        for name in (*param.opts, *param.secondary_opts)
+    }
+    words: list[str] = []
+    others: list[str] = []
+    left = list(typed)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("-"):
+            words.append(word)
+            continue
+        others.append(word)
+        name, equals, _ = word.replace("_", "-").partition("=")
+        if name not in valued:  # what follows it may be its value
+            return words, others + left
+        if valued[name] and not equals and left:
+            others.append(left.pop(0))
+    return words, others
 
 
 def put_model_in_place(args: list[str]) -> list[str]:
     """`--model NAME`, as trainers write it, as the positional NAME of verbs that take a request."""
     if not args or args[0] not in REQUEST_VERBS:
         return args
+    first = 2 if args[0] == "solve" else 1
     found: list[str] = []
+    named: list[str] = []
     words = iter(args)
     for word in words:
         name, equals, value = word.partition("=")
         if name.replace("_", "-") in MODEL_WORDS:
-            found.append(value if equals else next(words, word))
+            named.append(value if equals else next(words, word))
         else:
             found.append(word)
-    return found
+    return [*found[:first], *named, *found[first:]]
 
 
 @click.command(

@@ -111,7 +111,8 @@ def part_words(words: list[str], stated: Iterable[str]) -> list[str]:
     if twice := sorted(taken & set(keys)):
         raise InvalidRequest(
             f"`{' '.join(rest)}` after `{name}` and a flag both set `{twice[0]}`",
-            hint="keep one of the two",
+            hint="keep one of the two"
+            + ("; a device of several words stands in quotes" if twice == [DEVICE] else ""),
         )
     return [name, *(word for key, value in keys.items() for word in _type(key, value))]
 
