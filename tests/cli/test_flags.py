@@ -147,7 +147,7 @@ def test_a_wrong_flag_is_one_error(words, said):
         (["--report-to", "wandb"], "that is `--set 'run.trackers=[wandb]'` here"),
         (["--output-dir", "x"], "`--folder runs/first`"),
         (["--no-such-flag"], "`memfit plan --help`"),
-        (["--gpu", "rtx", "3090"], "keep one of the two; a device of several words stands in quotes"),
+        (["--gpu", "rtx", "3090"], "one of the two; a device of several words stands in quotes"),
     ],
 )  # fmt: skip
 def test_an_option_of_another_trainer_is_answered(words, hint):
