@@ -4,8 +4,8 @@
 
 Needs torch, transformers and peft; what else is missing comes from the wheels of `make gpu-pack`.
 A row is written as soon as its unit is measured; what has a row is not measured again. Slices run
-in the order of their value, each at most 8 minutes of one run. `--device cpu` rehearses all of it
-on tiny models in under a minute.
+in the order of their value, each at most about 8 minutes of one run: a unit that has begun is
+stopped by the run's end alone. `--device cpu` rehearses all of it on tiny models in under a minute.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from threading import Lock
 from typing import Any, NoReturn
 
@@ -33,7 +34,7 @@ from on_gpu.slices import MOST_MINUTES, NAMES, SLICES, Slice, list_units, missin
 from on_gpu.worker import Worker, serve
 
 SPARE = 2  # processes that import while another measures
-PLANNED = 29.0  # minutes, of which `Slice.minutes` are shares
+MINUTES = 29.0  # where none are asked for
 ASK = """
 import json, sys
 import torch
@@ -86,7 +87,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=PLANNED, help="of all slices together")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all slices together")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--slice", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME")
     parser.add_argument("--out", type=Path, help="default: build/gpu, or build/gpu-rehearsal")
@@ -209,11 +210,11 @@ class Run:
         )  # fmt: skip
 
     def _end(self, one: Slice, turn: int, used: float, chosen: list[Slice]) -> float:
-        """When the slice must stop, on the monotonic clock."""
+        """When the slice's time is over, on the monotonic clock; at the first turn, its share."""
         most = 60 * MOST_MINUTES - used
-        share = 60 * self._asked.minutes * one.minutes / PLANNED
         if turn == 1 and len(chosen) > 1:
-            most = min(most, share)
+            share = one.minutes / sum(other.minutes for other in chosen)
+            most = min(most, 60 * self._asked.minutes * share)
         return min(self._stop, time.monotonic() + most)
 
     def _slice(self, one: Slice, end: float) -> int:
@@ -231,31 +232,53 @@ class Run:
         while len(self._crews) < lanes:
             self._crews.append(Crew(self._place))
         if lanes <= 1:
-            return self._lane(one, units, end, self._crews[0]) + len(units)
+            return self._lane(one, units, end, self._crews[0]) + self._waiting(one, units)
         with ThreadPoolExecutor(lanes) as pool:
             work = [pool.submit(self._lane, one, units, end, c) for c in self._crews[:lanes]]
         for crew in self._crews[:lanes]:
             crew.end()  # Linux ends a process with the thread that started it, which is over now
-        return sum(lane.result() for lane in work) + len(units)
+        return sum(lane.result() for lane in work) + self._waiting(one, units)
+
+    def _waiting(self, one: Slice, units: deque[Unit]) -> int:
+        """How many units were not begun, which is told."""
+        if units:
+            like = f", of about {self._like(one):.0f} s each" if self._like(one) else ""
+            self._tell(f"{one.name}: {len(units)} units wait{like}")
+        return len(units)
+
+    def _like(self, one: Slice) -> float:
+        """Median seconds of the slice's units on this device so far; 0.0 where there are none."""
+        with self._lock:
+            took = [
+                row["seconds"] for row in self._rows
+                if row["slice"] == one.name and row["device"] == self._place.row
+                and "failed" not in row and "seconds" in row
+            ]  # fmt: skip
+        return median(took) if took else 0.0
+
+    def _has_time(self, one: Slice, end: float) -> bool:
+        """Whether a unit like the slice's others ends in the run, half of it before `end`."""
+        now, like = time.monotonic(), self._like(one)
+        return now + like / 2 < end and now + like <= self._stop
 
     def _lane(self, one: Slice, units: deque[Unit], end: float, crew: Crew) -> int:
-        """Measure units as they come until the time is over; how many were begun and not done."""
+        """Measure units as they come while there is time; how many were begun and not done."""
         left = 0
-        while time.monotonic() < end:
+        while self._has_time(one, end):
             try:
                 unit = units.popleft()
             except IndexError:  # another lane took the last one
                 break
-            left += not self._unit(one, unit, end, crew)
+            left += not self._unit(one, unit, crew)
         return left
 
-    def _unit(self, one: Slice, unit: Unit, end: float, crew: Crew) -> bool:
+    def _unit(self, one: Slice, unit: Unit, crew: Crew) -> bool:
         """Whether the unit has its row now; it has none where only the run's time was over."""
         self._tell(f"{one.name}: {unit.name} …")
         alone = one.alone and not self._place.rehearsal
         worker = crew.hire(unit.allocator, spare=SPARE if alone else 0)
         start = time.monotonic()
-        allowed = min(unit.seconds, end - start)
+        allowed = min(unit.seconds, self._stop - start)
         found = worker.measure(one.name, unit.name, allowed)
         if alone or not isinstance(found, dict):
             crew.release()

@@ -17,7 +17,7 @@ class Slice(NamedTuple):
     name: str
     module: str
     title: str
-    minutes: float  # of 29, at the first turn; what is left over goes to whoever needs more
+    minutes: float  # its share, of all chosen slices'; what is left over goes to whoever needs more
     alone: bool  # each unit in a process of its own, as the allocator's counters are a process's
     lanes: int = 1  # units that run side by side: of slices that ask neither clock nor driver
 

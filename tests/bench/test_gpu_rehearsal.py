@@ -13,6 +13,7 @@ import time
 import zipfile
 from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,6 +169,61 @@ def test_a_unit_for_which_the_run_has_no_time_left_has_no_row(tmp_path, monkeypa
     names = {key[1] for key in read_rows(tmp_path / "rows.jsonl")}
     assert "edges, native" not in names
     assert "1 units are left" in capsys.readouterr().out
+
+
+class Timed:
+    """A worker whose every unit takes 100 s of a clock that stands still meanwhile."""
+
+    now, begun = 0.0, []
+
+    def __init__(self, place, allocator=""):
+        self.allocator = allocator
+
+    def measure(self, slice_name, unit, seconds):
+        self.begun.append(slice_name)
+        type(self).now += min(seconds, 100.0)
+        return {"x": 1} if seconds >= 100.0 else None
+
+    def end(self):
+        pass
+
+
+@pytest.fixture
+def on_a_clock(monkeypatch):
+    """`run.main` with ten units a slice of 100 s each."""
+    monkeypatch.setattr(Timed, "now", 0.0)
+    monkeypatch.setattr(Timed, "begun", [])
+    monkeypatch.setattr(run, "Worker", Timed)
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: Timed.now))
+    monkeypatch.setattr(run, "list_units", lambda one, place: [Unit(str(n)) for n in range(10)])
+    monkeypatch.setattr(run.paths, "prepare", list)
+
+
+@pytest.mark.usefixtures("on_a_clock")
+def test_a_unit_that_has_begun_is_stopped_by_the_end_of_the_run_alone(tmp_path, capsys):
+    """Of 9 minutes 6 are recipes' and 3 rates', whatever the other slices' shares are: recipes'
+    fourth unit begins 60 s before the 6 minutes are over and ends 40 s after; rates' first takes
+    until 500 s, and nothing more would end in 540.
+    """
+    options = ["--device", "cpu", "--out", str(tmp_path), "--slice", "recipes", "rates"]
+    assert run.main([*options, "--minutes", "9"]) == 0
+    assert Timed.begun == ["recipes"] * 4 + ["rates"]
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 5
+    assert "15 units are left" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("on_a_clock")
+def test_how_long_a_slices_units_took_before_counts(tmp_path, capsys):
+    rows = Rows(tmp_path / "rows.jsonl", None)
+    head = {"slice": "rates", "device": "cpu-x86"}
+    rows.add(head | {"name": "0", "seconds": 500.0})
+    rows.add(head | {"name": "1", "seconds": 1.0, "failed": "it broke"})
+    options = ["--device", "cpu", "--out", str(tmp_path), "--slice", "rates", "--minutes"]
+    assert run.main([*options, "8"]) == 0
+    assert Timed.begun == []
+    assert "rates: 8 units wait, of about 500 s each" in capsys.readouterr().out
+    assert run.main([*options, "8.4"]) == 0
+    assert Timed.begun[0] == "rates"
 
 
 def test_no_time_and_no_gpu_are_told_of_with_a_hint(tmp_path, monkeypatch, capsys):
