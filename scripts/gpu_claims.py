@@ -228,7 +228,7 @@ def _context(row: Row) -> Iterator[Finding]:
 
 
 def _seconds(row: Row) -> Iterator[Finding]:
-    if row["slice"] != "speed":
+    if row["slice"] != "speed" or "trainers" not in row:  # it failed as a whole
         return
     said, own = row["predicted"], row["trainers"].get("memfit", {})
     if said["step_seconds"] is None or "seconds" not in own:

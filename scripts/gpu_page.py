@@ -104,7 +104,10 @@ def page(found: Accuracy, rows: Sequence[Row] | None = None) -> str:
     judged = judge(rows, published_p90(found))
     parts = [HEAD, _state(rows, judged), _table(judged)]
     parts += [_failed(one) for one in judged if one.failed]
-    figures = _speed(rows), _rates(rows), _context(rows), _unmeasured(rows)
+    figures = (
+        _speed(rows), _iterations(rows), _cards(rows), _rates(rows), _context(rows),
+        _unmeasured(rows),
+    )  # fmt: skip
     parts += [part for part in figures if part]
     return "\n".join([*parts, HOW + _slices()])
 
@@ -184,6 +187,43 @@ def _speed(rows: Sequence[Row]) -> str:
         "|---|---|--:|--:|--:|--:|",
     ]  # fmt: skip
     return "\n".join([*head, *lines, ""]) if lines else ""
+
+
+def _iterations(rows: Sequence[Row]) -> str:
+    """Seconds of each phase of iterations that sample, beside the plan's."""
+    lines = []
+    for row in rows:
+        planned = row.get("planned_seconds", {})
+        for phase, measured in row.get("phase_seconds", {}).items():
+            said = planned.get(phase)
+            known = f"{said:.3f} s | {measured / said:.2f}" if said else "|"
+            if phase not in planned:
+                known = "no such phase |"
+            where = f"{row['device']}: {row['name']}"
+            lines.append(f"| {where} | {phase} | {measured:.3f} s | {known} |")
+    head = [
+        "## Seconds of iterations that sample", "",
+        "Measured ones are medians of the iterations after the first, whose answers end at their",
+        "last token; planned ones are empty where the plan knows no seconds.", "",
+        "| work | phase | measured | planned | over the planned |", "|---|---|--:|--:|--:|",
+    ]  # fmt: skip
+    return "\n".join([*head, *lines, ""]) if lines else ""
+
+
+def _cards(rows: Sequence[Row]) -> str:
+    """How far recipes that ran in a smaller card's bytes were from the plan and from the limit."""
+    ran = [row for row in rows if row["slice"] == "cards" and row.get("ran") and "predicted" in row]
+    if not ran:
+        return ""
+    offs = [row["predicted"]["peak_reserved"] / row["reserved"] - 1 for row in ran]
+    left = [(row["allowed"] - row["reserved"]) / 2**30 for row in ran]
+    return (
+        "## Cards of 24 and 16 GB, imitated\n\n"
+        f"Of {len(ran)} recipes that ran in as many bytes as the smaller card leaves, reserved"
+        f" bytes were predicted within {min(offs):+.1%} and {max(offs):+.1%}, and"
+        f" {min(left):.2f} to"
+        f" {max(left):.2f} GiB were left.\n"
+    )
 
 
 def _rates(rows: Sequence[Row]) -> str:

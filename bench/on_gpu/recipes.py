@@ -157,6 +157,8 @@ def measure_plan(plan: Any, place: Place, run_here: Measuring | None = None) -> 
         try:
             run, snapshot, more = (run_here or _measure)(plan, place)
             row |= more
+        except InvalidRequest:
+            raise  # the unit is skipped
         except (Error, RuntimeError) as error:  # torch.OutOfMemoryError is one
             row["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:300]
             run = None

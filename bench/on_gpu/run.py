@@ -252,7 +252,7 @@ class Run:
             took = [
                 row["seconds"] for row in self._rows
                 if row["slice"] == one.name and row["device"] == self._place.row
-                and "failed" not in row and "seconds" in row
+                and "seconds" in row and not {"failed", "skipped"} & row.keys()
             ]  # fmt: skip
         return median(took) if took else 0.0
 

@@ -53,8 +53,12 @@ def measure(name: str, unit: str, place: Place) -> Row:
     """The row of one unit, in this process; what it raises becomes a row whose reason it is."""
     one = next(one for one in SLICES if one.name == name)
     head: dict[str, Any] = {"slice": name, "name": unit, "device": place.row}
+    from memfit.core.errors import InvalidRequest
+
     try:
         found: Row = importlib.import_module(f"on_gpu.{one.module}").measure(unit, place)
+    except InvalidRequest as refusal:  # of what libraries of these versions cannot do
+        return head | {"skipped": refusal.message}
     except Exception as error:  # of any kind: the row is the report
         message = (str(error).strip().splitlines() or [""])[0]
         return head | {"failed": f"{type(error).__name__}: {message}"[:400], "at": _where(error)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -18,9 +19,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from memfit.core.errors import InvalidRequest
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from on_gpu import join, marked, pack, paths, recordings, run  # noqa: E402
+from on_gpu import join, marked, pack, paths, recipes, recordings, run  # noqa: E402
 from on_gpu.rows import Place, Rows, Unit, read_rows  # noqa: E402
 from on_gpu.slices import NAMES, SLICES, list_units, measure  # noqa: E402
 
@@ -234,6 +237,23 @@ def test_no_time_and_no_gpu_are_told_of_with_a_hint(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(run, "_ask", lambda _: "torch finds no CUDA device")
     assert run.main(["--out", str(tmp_path)]) == 2
     assert "hint: `--device cpu` rehearses" in capsys.readouterr().out
+
+
+def test_what_memfit_refuses_is_skipped_and_tried_again(tmp_path, monkeypatch):
+    """What these versions of libraries cannot do is nobody's failure."""
+
+    def refuse(*_):
+        raise InvalidRequest("this torch has no such kernel")
+
+    monkeypatch.setattr(recipes, "make_plan", lambda *_: SimpleNamespace(recipe_digest="", memory=3,
+                        recipe=SimpleNamespace(compile="none")))  # fmt: skip
+    monkeypatch.setattr(recipes, "three", lambda memory: {})
+    monkeypatch.setattr(recipes, "Certifying", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(recipes, "_measure", refuse)
+    (name,) = recipes.TWINS
+    row = measure("recipes", name, Place("cpu", "cpu-x86", tmp_path))
+    assert row["skipped"] == "this torch has no such kernel"
+    assert "failed" not in row
 
 
 def entry(action, address, size, line=0):

@@ -53,7 +53,11 @@ OTHERS = (
         "predicted_kinds": {"logits": 1}, "attention": {},
     },
     {**HEAD, "slice": "tests", "name": "tests/gpu/x.py", "passed": ["a"], "broken": {}},
-    {**HEAD, "slice": "cards", "name": "8B", "ran": True, "reserved": GIB, "allowed": 2 * GIB},
+    {**HEAD, "slice": "speed", "name": "8B", "failed": "exit code 1: made up"},
+    {
+        **HEAD, "slice": "cards", "name": "8B", "ran": True, "reserved": GIB, "allowed": 2 * GIB,
+        "predicted": {"peak_reserved": 0.99 * GIB},
+    },
     {
         **HEAD, "slice": "rates", "name": "products", "launch_seconds": 1e-6,
         "curves": [{"work": "matmul", "dtype": "bf16", "points": [[1.0, 5e14]]}],
@@ -118,6 +122,38 @@ def test_the_page_opens_a_failed_claim_with_its_likely_component(monkeypatch):
     assert "grid: case 1 | h100-sxm | failed: OutOfMemoryError: made up" in text
     assert "1 failed" in gpu_page.trust(None, [row])[2]
     assert gpu_page.verified(OPERATOR, [row]) == "0 of 1 shapes on h100-sxm (docs/gpu.md)"
+
+
+ROLLOUT = {
+    **RECIPE, "slice": "rollouts", "name": "GRPO",
+    "phase_seconds": {"rollout": 8.0, "score": 0.001, "update": 1.0},
+    "planned_seconds": {"rollout": 4.0, "update": None},
+}  # fmt: skip
+
+
+def test_iterations_that_sample_are_judged_by_phase_and_their_seconds_are_shown(monkeypatch):
+    name = "certified bytes of each phase, within 2%"
+    assert judged(ROLLOUT)[name].word == "held"
+    (found,) = judged(ROLLOUT | {"phases": {"decode": 2}, "certified_phases": {"decode": 1}})[
+        name
+    ].failed
+    assert found.where == "h100-sxm: GRPO, decode"
+    monkeypatch.setattr(gpu_page, "published_p90", lambda _: 0.08)
+    text = gpu_page.page(None, [ROLLOUT, *OTHERS])
+    assert "| h100-sxm: GRPO | rollout | 8.000 s | 4.000 s | 2.00 |" in text
+    assert "| h100-sxm: GRPO | score | 0.001 s | no such phase | |" in text
+    assert "| h100-sxm: GRPO | update | 1.000 s | | |" in text
+    assert "within -1.0% and -1.0%, and 1.00 to 1.00 GiB were left" in text
+
+
+def test_what_failed_or_was_refused_as_a_whole_judges_no_claim():
+    """A library's limit is no figure of memfit's: the page names it and its reason."""
+    slices = {row["slice"] for row in (RECIPE, KERNEL, *OTHERS)} | {"rollouts"}
+    for word in ("failed", "skipped"):
+        rows = [{**HEAD, "slice": one, "name": "kernel: x", word: "made up"} for one in slices]
+        assert {one.word for one in judged(*rows).values()} == {gpu_page.NOT_YET}
+    half = {k: v for k, v in RECIPE.items() if k not in ("measured", "phases", "kinds")}
+    assert {one.word for one in judged(half | {"failed": "x"}).values()} == {gpu_page.NOT_YET}
 
 
 def test_what_is_committed_is_measured():
