@@ -48,7 +48,8 @@ def test_the_prediction_equals_the_trace(name):
 
 def test_each_document_takes_128_rows_more_of_the_kernel_s_accumulators():
     """32 heads of 128 elements, of which keys have 8; as mha_varlen_bwd allocates."""
-    one, two = (workspace.varlen_backward((4096, 32, 128), (4096, 8, 128), n, 2) for n in (1, 2))
+    query, key = (4096, 32, 128), (4096, 8, 128)
+    one, two = (sum(workspace.varlen_backward(query, key, n, 2)) for n in (1, 2))
     softmax_d, dq_accum, expanded = 32 * 4224 * 4, 4224 * 32 * 128 * 4, 2 * 4096 * 32 * 128 * 2
     assert one == softmax_d + dq_accum + expanded
     assert two - one == 128 * 32 * 129 * 4

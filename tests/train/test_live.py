@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memfit.certify.tracing.fake_device import kernels_strides
 from memfit.records.ledger import Kind, Phase
 from memfit.records.results import Tensor
-from memfit.train.measure.live import LiveBytes
+from memfit.train.measure.live import Inside, LiveBytes
 from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
 from memfit.train.step.step import Batch, step
 from tiny_models import (
@@ -263,7 +263,8 @@ def test_backward_allocations_name_the_module_they_belong_to():
 
 def test_a_workspace_is_alive_while_its_operator_runs():
     product = torch.ops.aten.mm.default
-    live = LiveBytes("cpu", workspace=lambda f, args, kwargs: 10_000 if f is product else 0)
+    inside = Inside(after=(10_000,))
+    live = LiveBytes("cpu", workspace=lambda f, args, kwargs: inside if f is product else None)
     with live:
         a = torch.ones(10, 10)
         b = a @ a

@@ -13,7 +13,7 @@ from weakref import ref
 
 from memfit.meta.meter import Meter
 from memfit.meta.tensor import Shape, Tensor, elementwise_strides, empty, workspace
-from memfit.meta.workspace import row_sum
+from memfit.meta.workspace import find_rows, row_sum
 from memfit.records.ledger import Kind
 
 Gradients = Sequence[Tensor | None]
@@ -182,8 +182,9 @@ def sum_to(x: Tensor, shape: Shape) -> Tensor:
     """`x.sum_to_size(shape)`, with the partial results of a sum over rows on CUDA."""
     result = empty(x.meter, shape, x.dtype)
     grid = x.meter.grid
-    if grid is not None and len(shape) == 1 and shape[0] == x.shape[-1] and x.contiguous:
-        inside = workspace(x.meter, row_sum(shape[0], x.numel // shape[0], grid))
+    if grid is not None and len(shape) == 1 and shape[0] == x.shape[-1]:
+        found = find_rows(x.shape, x.strides, range(len(x.shape) - 1))
+        inside = workspace(x.meter, *(row_sum(*found, grid) if found else ()))
         del inside
     return result
 

@@ -354,21 +354,22 @@ def _layer_norm_backward(node: Node, grads: Incoming) -> Gradients:
 def layer_norm_slopes(node: Node, inputs: Sequence[Tensor | None]) -> Gradients:
     """The gradients of x, weight and bias, where the node wants them."""
     x, weight, bias = inputs
-    inside = _layer_norm_workspace(node, x, weight) if x is not None and x.meter.cuda else None
     result: list[Tensor | None] = []
     for i, t in enumerate((x, weight, bias)):
         wanted = t is not None and node.needs(i)
         result.append(like(t) if t is not None and wanted else None)
-    del inside
+    if x is not None and x.meter.cuda:
+        inside = _layer_norm_workspace(node, x, weight)
+        del inside
     return result
 
 
-def _layer_norm_workspace(node: Node, x: Tensor, weight: Tensor | None) -> Tensor | None:
+def _layer_norm_workspace(node: Node, x: Tensor, weight: Tensor | None) -> list[Tensor]:
     columns = x.shape[-1]
     width = DTYPE_BYTES[x.dtype if weight is None else weight.dtype]
     wanted = node.needs(1) + node.needs(2)
-    nbytes = layer_norm_backward(x.numel // columns, columns, width, wanted, x.meter.grid)
-    return workspace(x.meter, nbytes)
+    pieces = layer_norm_backward(x.numel // columns, columns, width, wanted, x.meter.grid)
+    return workspace(x.meter, *pieces)
 
 
 def gather_rows(weight: Tensor, indices: Tensor) -> Tensor:
@@ -382,10 +383,10 @@ def _gather_backward(shape: Shape) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
         indices = node.unpack(0)
-        inside = embedding_backward(indices.numel, *shape) if grad.meter.cuda else 0
-        taken = workspace(grad.meter, inside)
         made = empty(grad.meter, shape, grad.dtype)
-        del taken
+        if grad.meter.cuda:
+            inside = workspace(grad.meter, *embedding_backward(indices.numel, *shape))
+            del inside
         return (made,)
 
     return rule

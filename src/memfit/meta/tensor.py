@@ -110,9 +110,9 @@ def empty(
     return tensor
 
 
-def workspace(meter: Meter, nbytes: int) -> Tensor | None:
+def workspace(meter: Meter, *pieces: int) -> list[Tensor]:
     """Bytes that a kernel takes from the allocator; it gives them back when it has run."""
-    return empty(meter, (nbytes,), "uint8", Kind.WORKSPACE) if nbytes else None
+    return [empty(meter, (n,), "uint8", Kind.WORKSPACE) for n in pieces if n]
 
 
 def parameter(meter: Meter, shape: Shape, dtype: str, *, trainable: bool) -> Tensor:

@@ -6,6 +6,9 @@ differ, or the kernel that is chosen depends on more than the shapes, the larger
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from math import prod
+
 from memfit.core.units import KIB, MIB
 from memfit.records import Record
 from memfit.records.hardware import Device
@@ -20,6 +23,7 @@ LAYER_NORM_ROWS = 64 * 1024  # from more rows on, blocks share the columns of a 
 LAYER_NORM_GRID = 32 * 1024  # of those blocks there are at most this many
 LARGEST_HALF = 80  # half the multiprocessors of the largest devices
 Shape = tuple[int, ...]
+Pieces = tuple[int, ...]  # bytes of each allocation, in their order
 REDUCE_THREADS = 512  # of a block of a reduction
 REDUCE_VECTOR = 4  # neighbouring columns that one of its threads adds up
 REDUCE_WARP = 32
@@ -58,7 +62,7 @@ def _round_up(n: int, to: int) -> int:
     return _blocks(n, to) * to
 
 
-def flash_backward(query: Shape, key: Shape, width: int) -> int:
+def flash_backward(query: Shape, key: Shape, width: int) -> Pieces:
     """softmax_d, the fp32 accumulator of dq and, with grouped heads, dk and dv of all heads.
 
     query, key: (batch, heads, tokens, head_dim); width: bytes of an element. Deterministic
@@ -71,8 +75,8 @@ def flash_backward(query: Shape, key: Shape, width: int) -> int:
     rows = batch * heads * rounded_tokens * FP32
     accumulator = batch * rounded_tokens * heads * rounded_head * FP32
     grouped = key[1] != heads
-    expanded = 2 * batch * key[2] * heads * head * width if grouped else 0
-    return rows + accumulator + expanded
+    expanded = batch * key[2] * heads * head * width
+    return (rows, accumulator, *((expanded, expanded) if grouped else ()))
 
 
 def copied_by_token(shape: Shape, strides: Shape, width: int) -> int:
@@ -88,7 +92,7 @@ def copied_by_token(shape: Shape, strides: Shape, width: int) -> int:
     return 0 if lies else batch * heads * tokens * head * width
 
 
-def varlen_backward(query: Shape, key: Shape, documents: int, width: int) -> int:
+def varlen_backward(query: Shape, key: Shape, documents: int, width: int) -> Pieces:
     """As flash's, over documents end to end, each of which takes 128 rows more.
 
     query, key: (tokens of all documents, heads, head_dim).
@@ -97,21 +101,22 @@ def varlen_backward(query: Shape, key: Shape, documents: int, width: int) -> int
     tokens, heads, head = query
     rounded_head = _round_up(head, 32 if head <= 128 else 64)
     apart = tokens + 128 * documents
-    expanded = 2 * key[0] * heads * head * width if key[1] != heads else 0
-    return apart * heads * (1 + rounded_head) * FP32 + expanded
+    rows, accumulator = apart * heads * FP32, apart * heads * rounded_head * FP32
+    expanded = key[0] * heads * head * width
+    return (rows, accumulator, *((expanded, expanded) if key[1] != heads else ()))
 
 
-def cudnn_backward(query: Shape, key: Shape) -> int:
+def cudnn_backward(query: Shape, key: Shape) -> Pieces:
     """Unknown: cuDNN decides. Taken to be what flash needs; with as many keys' heads as queries'
     an H100 took that (bench/results/gpu/rows.jsonl). Fewer were not measured there.
 
     Source: aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_bprop, allocates what the graph's
     get_workspace_size says.
     """
-    return flash_backward(query, key, 2)
+    return (sum(flash_backward(query, key, 2)),)
 
 
-def efficient_backward(query: Shape, value: int, gradient_numel: int, width: int) -> int:
+def efficient_backward(query: Shape, value: int, gradient_numel: int, width: int) -> Pieces:
     """Row sums of grad * out, and fp32 accumulators: of dq always, of dk and dv for large heads.
 
     value: elements of a value's head. fp32 inputs: first the products of the row sums. 16-bit heads
@@ -131,21 +136,21 @@ def efficient_backward(query: Shape, value: int, gradient_numel: int, width: int
         parts = max(1, min(_blocks(tokens, breadth), LARGE_HEAD_PARTS // (batch * heads)))
         columns = _round_up(head, height) + _round_up(value, height)
         accumulators += parts * breadth * columns * FP32
-    inside = rows + batch * heads * accumulators
-    return inside if width == 2 else max(inside, rows * 2 + gradient_numel * FP32)
+    inside = batch * heads * accumulators
+    return rows, inside if width == 2 else max(inside, rows + gradient_numel * FP32)
 
 
-def efficient_forward(query: Shape, value: int, width: int) -> int:
+def efficient_forward(query: Shape, value: int, width: int) -> Pieces:
     """The fp32 accumulator of the result, which 16-bit heads above 128 elements need.
 
     value: elements of a value's head; width: bytes of an element.
     Source: mem_eff_attention/kernel_forward.h, kNeedsOutputAccumulatorBuffer.
     """
     batch, heads, tokens, _ = query
-    return batch * heads * tokens * value * FP32 if width == 2 and value > 128 else 0
+    return (batch * heads * tokens * value * FP32,) if width == 2 and value > 128 else ()
 
 
-def embedding_backward(indices: int, rows: int, hidden: int) -> int:
+def embedding_backward(indices: int, rows: int, hidden: int) -> Pieces:
     """fp32 sums of up to 10 gradients each, six index arrays and two counts, above 3072 indices.
 
     rows: of the weight. There are no more sums than all different indices need and one more for
@@ -154,16 +159,16 @@ def embedding_backward(indices: int, rows: int, hidden: int) -> int:
     EmbeddingBackwardKernel.cu, embedding_backward_cuda_kernel.
     """
     if indices <= EMBEDDING_SORTED_ABOVE:
-        return 0
+        return ()
     different = min(indices, rows)
     sums = indices // EMBEDDING_SUMMED + different
     arrays = (3 * indices + 2 * different + sums) * INT64
-    return sums * hidden * FP32 + arrays + 2 * SMALLEST
+    return arrays + 2 * SMALLEST, sums * hidden * FP32
 
 
 def layer_norm_backward(
     rows: int, columns: int, width: int, gradients: int, grid: Grid | None
-) -> int:
+) -> Pieces:
     """Partial gradients of weight and bias, where many rows meet few columns, and their sum's own.
 
     width: bytes of an element of the weight; gradients: how many of weight and bias have one; grid:
@@ -173,10 +178,10 @@ def layer_norm_backward(
     """
     across = _blocks(columns, 32)
     if rows <= LAYER_NORM_ROWS or columns // 32 >= LARGEST_HALF:
-        return 0
+        return ()
     parts = min(LAYER_NORM_GRID // across, _blocks(rows, 32))
-    added = row_sum(columns, parts, grid) if grid is not None and gradients else 0
-    return gradients * parts * columns * width + added
+    added = row_sum(columns, parts, grid) if grid is not None and gradients else ()
+    return (*(parts * columns * width,) * gradients, *added)
 
 
 def foreach_norm(numels: list[int]) -> int:
@@ -188,7 +193,25 @@ def foreach_norm(numels: list[int]) -> int:
     return len(numels) * chunks * FP32
 
 
-def row_sum(columns: int, rows: int, grid: Grid) -> int:
+def find_rows(shape: Shape, strides: Shape, summed: Collection[int]) -> tuple[int, int] | None:
+    """What a sum over some dimensions comes down to: (columns, rows) of a row-major matrix.
+
+    None where it is no sum over rows. Sums sort dimensions by their strides first and join those
+    that lie one in the other, so that heads and tokens may lie in either order.
+    Source: aten/src/ATen/TensorIterator.cpp, reorder_dimensions and coalesce_dimensions.
+    """
+    order = sorted((d for d, n in enumerate(shape) if n != 1), key=lambda d: strides[d])
+    numel = 1
+    for d in order:
+        if strides[d] != numel:
+            return None
+        numel *= shape[d]
+    others = [d for d in order if d not in summed]
+    columns = prod(shape[d] for d in others)
+    return (columns, numel // columns) if others and order[: len(others)] == others else None
+
+
+def row_sum(columns: int, rows: int, grid: Grid) -> Pieces:
     """Partial results of a sum over the rows of a row-major (rows, columns): fp32, or none.
 
     With them come the semaphores of its blocks, an allocation of their own.
@@ -207,17 +230,17 @@ def row_sum(columns: int, rows: int, grid: Grid) -> int:
     height = min(down, most // width)
     width = min(across, most // height)
     if rows < min(height * REDUCE_LEAST, REDUCE_MOST):
-        return 0
+        return ()
     values = _blocks(rows, height)
     blocks = _blocks(columns // vector, width)
     wanted = grid.multiprocessors * (grid.threads // (width * height))
     if values < REDUCE_MOST or blocks > wanted:
-        return 0
+        return ()
     shared = max(
         min(_blocks(wanted, blocks), _blocks(values, REDUCE_LEAST)), _blocks(values, REDUCE_MOST)
     )
     semaphores = _round_up(FP32 * blocks, SMALLEST)
-    return FP32 * columns * shared * width * vector + semaphores if shared > 1 else 0
+    return (FP32 * columns * shared * width * vector, semaphores) if shared > 1 else ()
 
 
 def _power(n: int, most: int) -> int:

@@ -32,7 +32,7 @@ MASKS = {
 }  # fmt: skip
 TRUE = {"compute_loss", "_compute_loss"}
 EXPONENTIALS = Rule(
-    "aten.multinomial.default", lambda args, _: args[0].numel() * args[0].element_size(),
+    "aten.multinomial.default", lambda args, _: (args[0].numel() * args[0].element_size(),),
     "one sample is the largest quotient of a chance and an exponential number",
     "ATen/native/Distributions.cpp: multinomial_out",
 )  # fmt: skip

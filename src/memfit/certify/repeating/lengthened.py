@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from memfit.certify.repeating.alike import Layout, Unlike
 from memfit.records.ledger import Phase
+from memfit.train.measure.live import CUBLAS
 from memfit.train.measure.storages import Block
 
 ORDER = "the blocks do not run one after the other"
-_CUBLAS_WORKSPACE = "cublasSetWorkspace"  # once a thread, whichever block multiplies first
 
 
 class Born(NamedTuple):
@@ -190,7 +190,7 @@ class _Lengthening:
             own = self.numbered.setdefault((piece.pass_, piece.unit), [])
             for at in range(piece.start, piece.stop):
                 event = self.events[at]
-                if event >= 0 and self.blocks[event].op != _CUBLAS_WORKSPACE:
+                if event >= 0 and self.blocks[event].op != CUBLAS:  # once a thread
                     self.born[event] = Born(piece.pass_, piece.unit, len(own))
                     own.append(event)
 

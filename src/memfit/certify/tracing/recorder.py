@@ -16,9 +16,9 @@ from memfit.certify.tracing.fake_device import device_type
 from memfit.certify.tracing.workspace import PRODUCTS, RULES
 from memfit.meta.workspace import bias_workspace, find_grid, product_workspace
 from memfit.records.hardware import Device
-from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.ledger import Ledger, Phase
 from memfit.records.results import Tensor, group_tensors
-from memfit.train.measure.live import LiveBytes, full_name
+from memfit.train.measure.live import Inside, LiveBytes, full_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,31 +141,37 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
             alive=lambda phase: group_tensors(self.at_peak(phase)),
         )
 
-    def _inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Bytes that the operator's kernel holds while it runs (the `workspace` hook)."""
+    def _inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inside | None:
+        """Bytes that the operator's kernel holds while it runs (the `workspace` hook).
+
+        A product asks for cuBLAS's handle, and with it the workspace, once its result is there: a
+        recording of an H100 has it so (tests/certify/test_order_of_allocations.py).
+        """
         del kwargs
         name = full_name(func)
         if name in PRODUCTS:
-            self._keep_cublas_workspace()
+            lasting = self._find_cublas_workspace()
             if name == "aten.addmm.default" and args[0].dim() == 1:
-                self._keep_own_workspace()
-            return 0
+                lasting += self._find_own_workspace()
+            return Inside(lasting=lasting) if lasting else None
         rule = RULES.get(name)
         if rule is None or _is_on_host(args[0]):
-            return 0
-        return rule.nbytes(args, self._grid)
+            return None
+        pieces = rule.pieces(args, self._grid)
+        return Inside(before=pieces) if rule.before else Inside(after=pieces)
 
-    def _keep_cublas_workspace(self) -> None:
+    def _find_cublas_workspace(self) -> tuple[int, ...]:
+        """One of each thread, from its first product on."""
         in_backward = torch._C._current_autograd_node() is not None
-        if in_backward not in self._threads:
-            self._threads.add(in_backward)
-            self._allocate(self._cublas, "cublasSetWorkspace", Kind.WORKSPACE, False)
+        if in_backward in self._threads:
+            return ()
+        self._threads.add(in_backward)
+        return (self._cublas,)
 
-    def _keep_own_workspace(self) -> None:
+    def _find_own_workspace(self) -> tuple[int, ...]:
         """A product with a bias runs on cuBLASLt, which shared no workspace before torch 2.12."""
-        if self._of_lt:
-            self._allocate(self._of_lt, "cublasSetWorkspace", Kind.WORKSPACE, False)
-            self._of_lt = 0
+        own, self._of_lt = self._of_lt, 0
+        return (own,) if own else ()
 
 
 def make_recorder(made: type[Recorder], device: Device, *, workspaces: bool = True) -> Recorder:

@@ -18,7 +18,7 @@ from torch import Tensor
 from memfit.base_formats.shared.four_bits import multiply_bytes
 from memfit.meta import workspace as table
 from memfit.meta.layers import quantised
-from memfit.meta.workspace import Grid
+from memfit.meta.workspace import Grid, Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,55 +26,60 @@ class Rule:
     """Bytes that one operator's kernel holds while it runs, all freed when it returns."""
 
     operator: str
-    nbytes: Callable[[Sequence[Any], Grid | None], int]  # of the operator's arguments
+    pieces: Callable[[Sequence[Any], Grid | None], Pieces]  # of the operator's arguments
     because: str
     source: str
     verified: str = ""  # where it was measured; empty = read from source only
+    before: bool = False  # whether it takes them before its results, not after
+
+    def nbytes(self, args: Sequence[Any], grid: Grid | None) -> int:
+        """The sum of all pieces."""
+        return sum(self.pieces(args, grid))
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def _flash_backward(args: Sequence[Any], _: Grid | None) -> int:
+def _flash_backward(args: Sequence[Any], _: Grid | None) -> Pieces:
     """grad_out, query, key, value, out, …: (batch, heads, tokens, head_dim)."""
     query, key, width = args[1], args[2], args[1].element_size()
-    copies = sum(table.copied_by_token(_shape(x), x.stride(), width) for x in (args[0], args[4]))
-    return copies + table.flash_backward(_shape(query), _shape(key), width)
+    copies = [table.copied_by_token(_shape(x), x.stride(), width) for x in (args[0], args[4])]
+    return (*copies, *table.flash_backward(_shape(query), _shape(key), width))
 
 
-def _varlen_backward(args: Sequence[Any], _: Grid | None) -> int:
+def _varlen_backward(args: Sequence[Any], _: Grid | None) -> Pieces:
     """grad_out, query, key, value, out, lse, starts of the queries' documents, …"""
     query, key, documents = args[1], args[2], args[6].numel() - 1
     return table.varlen_backward(_shape(query), _shape(key), documents, query.element_size())
 
 
-def _cudnn_backward(args: Sequence[Any], _: Grid | None) -> int:
+def _cudnn_backward(args: Sequence[Any], _: Grid | None) -> Pieces:
     """grad_out, query, key, …"""
     return table.cudnn_backward(_shape(args[1]), _shape(args[2]))
 
 
-def _efficient_forward(args: Sequence[Any], _: Grid | None) -> int:
+def _efficient_forward(args: Sequence[Any], _: Grid | None) -> Pieces:
     """query, key, value, …"""
     query, value = args[0], args[2]
     return table.efficient_forward(_shape(query), _shape(value)[-1], query.element_size())
 
 
-def _efficient_backward(args: Sequence[Any], _: Grid | None) -> int:
+def _efficient_backward(args: Sequence[Any], _: Grid | None) -> Pieces:
     """grad_out, query, key, value, …"""
     grad, query, value = args[0], args[1], args[3]
     width, size = query.element_size(), _shape(value)[-1]
     return table.efficient_backward(_shape(query), size, prod(_shape(grad)), width)
 
 
-def _embedding_backward(args: Sequence[Any], _: Grid | None) -> int:
+def _embedding_backward(args: Sequence[Any], _: Grid | None) -> Pieces:
     """grad (…, hidden), indices, rows of the weight. A gradient that is expanded is copied."""
     grad, indices, rows = args[:3]
     copied = 0 if grad.is_contiguous() else grad.numel() * grad.element_size()
-    return copied + table.embedding_backward(prod(_shape(indices)), rows, _shape(grad)[-1])
+    return (copied, *table.embedding_backward(prod(_shape(indices)), rows, _shape(grad)[-1]))
 
 
-def _layer_norm_backward(args: Sequence[Any], grid: Grid | None) -> int:
+def _layer_norm_backward(args: Sequence[Any], grid: Grid | None) -> Pieces:
     """grad, input, normalized_shape, mean, rstd, weight, bias, which gradients are wanted."""
     numel, columns, weight, wanted = prod(_shape(args[1])), prod(args[2]), args[5], args[7]
     width = 4 if weight is None else weight.element_size()
@@ -82,43 +87,42 @@ def _layer_norm_backward(args: Sequence[Any], grid: Grid | None) -> int:
     return table.layer_norm_backward(numel // columns, columns, width, gradients, grid)
 
 
-def _foreach_norm(args: Sequence[Any], _: Grid | None) -> int:
+def _foreach_norm(args: Sequence[Any], _: Grid | None) -> Pieces:
     """A list of tensors."""
-    return table.foreach_norm([t.numel() for t in args[0]])
+    return (table.foreach_norm([t.numel() for t in args[0]]),)
 
 
-def _sum(args: Sequence[Any], grid: Grid | None) -> int:
-    """self (…, columns), the dimensions summed over; only sums over all rows take something."""
+def _sum(args: Sequence[Any], grid: Grid | None) -> Pieces:
+    """self, the dimensions summed over; only sums over all rows take something."""
     x, dims = args[0], args[1]
-    leading = dims is not None and sorted(d % x.dim() for d in dims) == list(range(x.dim() - 1))
-    if grid is None or not leading or not dims or not x.is_contiguous():
-        return 0
-    columns = x.shape[-1]
-    return table.row_sum(columns, x.numel() // columns, grid)
+    if grid is None or not dims or not x.numel():
+        return ()
+    found = table.find_rows(_shape(x), x.stride(), {d % x.dim() for d in dims})
+    return table.row_sum(*found, grid) if found else ()
 
 
-def _multiply_four(args: Sequence[Any], _: Grid | None) -> int:
+def _multiply_four(args: Sequence[Any], _: Grid | None) -> Pieces:
     """x (tokens, columns), codes, shape of the weight, absmax, block, type; bias, nested scales."""
     x, shape = args[0], tuple(args[2])
     double = len(args) > 7 and args[7] is not None
-    return multiply_bytes(shape, x.numel() // shape[1], x.element_size(), double=double)
+    return (multiply_bytes(shape, x.numel() // shape[1], x.element_size(), double=double),)
 
 
-def _find_outliers(args: Sequence[Any], _: Grid | None) -> int:
+def _find_outliers(args: Sequence[Any], _: Grid | None) -> Pieces:
     """x (tokens, columns), the threshold."""
-    return int(args[0].numel()) * quantised.finding_bytes(len(args) > 1 and args[1] > 0)
+    return (int(args[0].numel()) * quantised.finding_bytes(len(args) > 1 and args[1] > 0),)
 
 
-def _multiply_mixed(args: Sequence[Any], _: Grid | None) -> int:
+def _multiply_mixed(args: Sequence[Any], _: Grid | None) -> Pieces:
     """x, its codes, the weight's codes, scales of both, columns with outliers, bias."""
     (tokens, columns), rows, outliers = _shape(args[0]), args[2].shape[0], len(args[5])
-    return quantised.product_bytes(tokens, rows, columns, outliers, args[0].element_size())
+    return (quantised.product_bytes(tokens, rows, columns, outliers, args[0].element_size()),)
 
 
-def _multiply_eight(args: Sequence[Any], _: Grid | None) -> int:
+def _multiply_eight(args: Sequence[Any], _: Grid | None) -> Pieces:
     """Codes of both, scales of both, bias, dtype."""
     (tokens, columns), rows = _shape(args[0]), args[1].shape[0]
-    return quantised.product_bytes(tokens, rows, columns, 0, 0)
+    return (quantised.product_bytes(tokens, rows, columns, 0, 0),)
 
 
 MEASURED = "an H100, torch 2.11 (bench/results/gpu/rows.jsonl)"
@@ -193,6 +197,7 @@ RULES = {
             _multiply_four,
             "the dense weight, and its scales in fp32 where they were quantised",
             "bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback",
+            before=True,
         ),
         Rule(
             "bitsandbytes.int8_vectorwise_quant.default",
@@ -206,12 +211,14 @@ RULES = {
             "the int32 product and its fp16 values; the weight's columns of outliers, dense",
             "bitsandbytes/backends/default/ops.py: int8_mixed_scaled_mm;"
             " backends/cuda/ops.py: int8_mm_dequant",
+            before=True,
         ),
         Rule(
             "bitsandbytes.int8_scaled_mm.default",
             _multiply_eight,
             "the int32 product and its fp16 values",
             "bitsandbytes/backends/default/ops.py: int8_scaled_mm",
+            before=True,
         ),
         Rule(
             "aten._foreach_norm.Scalar",

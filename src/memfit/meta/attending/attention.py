@@ -200,15 +200,12 @@ def _flash_backward(node: Node, grads: Incoming) -> Gradients:
     grad = upstream(grads)
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
-    inside = None
-    if grad.meter.cuda:
-        width = DTYPE_BYTES[query.dtype]
-        copies = sum(copied_by_token(x.shape, x.strides, width) for x in (grad, unpacked[-1]))
-        taken = copies + flash_backward(query.shape, key.shape, width)
-        inside = workspace(query.meter, taken)
-        made = [like(x) for x in (query, key, value)]
-    else:
-        made = [by_token(x) for x in (query, key, value)]
+    if not grad.meter.cuda:
+        return [by_token(x) for x in (query, key, value)]
+    made = [like(x) for x in (query, key, value)]
+    width = DTYPE_BYTES[query.dtype]
+    copies = [copied_by_token(x.shape, x.strides, width) for x in (grad, unpacked[-1])]
+    inside = workspace(query.meter, *copies, *flash_backward(query.shape, key.shape, width))
     del inside
     return made
 
@@ -222,10 +219,11 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -
 
     def run() -> tuple[Tensor, ...]:
         width = DTYPE_BYTES[query.dtype]
-        inside = workspace(meter, efficient_forward(query.shape, value.shape[-1], width))
         made = (by_token(query, value.shape[-1]), empty(meter, (batch, heads, padded), "float32"))
+        random = empty(meter, (), "int64"), empty(meter, (), "int64")
+        inside = workspace(meter, *efficient_forward(query.shape, value.shape[-1], width))
         del inside
-        return (*made, empty(meter, (), "int64"), empty(meter, (), "int64"))
+        return (*made, *random)
 
     return _save_results(node, meter, run)
 
@@ -235,10 +233,9 @@ def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
     width = DTYPE_BYTES[query.dtype]
-    inside = workspace(
-        query.meter, efficient_backward(query.shape, value.shape[-1], grad.numel, width)
-    )
     made = [by_token(x) for x in (query, key, value)]
+    pieces = efficient_backward(query.shape, value.shape[-1], grad.numel, width)
+    inside = workspace(query.meter, *pieces)
     del inside
     return made
 
@@ -259,8 +256,8 @@ def _cudnn_backward(node: Node, grads: Incoming) -> Gradients:
     upstream(grads)
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
-    inside = workspace(query.meter, cudnn_backward(query.shape, key.shape))
     made = [like(x) for x in (query, key, value)]
+    inside = workspace(query.meter, *cudnn_backward(query.shape, key.shape))
     del inside
     return made
 

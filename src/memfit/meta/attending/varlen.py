@@ -70,7 +70,7 @@ def _backward(node: Node, grads: Incoming) -> Gradients:
     query, key, value, starts = unpacked[:4]
     documents = starts.shape[0] - 1
     width = DTYPE_BYTES[query.dtype]
-    inside = workspace(meter, varlen_backward(query.shape, key.shape, documents, width))
     made = [like(x) for x in (query, key, value)]
+    inside = workspace(meter, *varlen_backward(query.shape, key.shape, documents, width))
     del inside, zeros
     return made

@@ -189,9 +189,8 @@ def _add_half(x: Tensor) -> Tensor:
 def _call_backward(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     if not query.meter.cuda:
         return [by_token(x) for x in (query, key, value)]
-    inside = workspace(
-        query.meter, flash_backward(query.shape, key.shape, DTYPE_BYTES[query.dtype])
-    )
     made = [like(x) for x in (query, key, value)]
+    pieces = flash_backward(query.shape, key.shape, DTYPE_BYTES[query.dtype])
+    inside = workspace(query.meter, *pieces)
     del inside
     return made

@@ -88,10 +88,11 @@ def _gather_cut_backward(shape: Shape, tp: int) -> Rule:
         grad = _gathered(upstream(grads), tp)
         indices = node.unpack(0)
         rows = shape[0] * tp
-        inside = embedding_backward(indices.numel, rows, shape[-1]) if grad.meter.cuda else 0
-        taken = workspace(grad.meter, inside)
         made = empty(grad.meter, (rows, *shape[1:]), grad.dtype)
-        del taken, grad
+        if grad.meter.cuda:
+            inside = workspace(grad.meter, *embedding_backward(indices.numel, rows, shape[-1]))
+            del inside
+        del grad
         return (empty(made.meter, shape, made.dtype),)
 
     return rule

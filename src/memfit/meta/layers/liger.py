@@ -42,8 +42,8 @@ def _rms_norm_backward(rows: int, weight: Tensor, grid: Grid | None, partial_row
         if not node.needs(1):
             return grad, None
         partial = empty(grad.meter, (count, columns), summed_dtype)
-        inside = workspace(grad.meter, row_sum(columns, count, grid) if grid is not None else 0)
         total = empty(grad.meter, (columns,), summed_dtype)
+        inside = workspace(grad.meter, *(row_sum(columns, count, grid) if grid is not None else ()))
         del inside, partial
         return grad, cast(total, dtype)
 

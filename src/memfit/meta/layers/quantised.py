@@ -78,7 +78,7 @@ class Quantised(NamedTuple):
             count = declared.kernel_bytes(shape, x.shape[0], width, double=double)
             dense = workspace(meter, count)
         else:
-            dense = self._make_dense(meter, shape, x.dtype)
+            dense = [self._make_dense(meter, shape, x.dtype)]
         result = empty(meter, (x.shape[0], shape[0]), x.dtype)
         del dense
         return attach(node, result)
@@ -90,10 +90,10 @@ class Quantised(NamedTuple):
         outliers = outlier_columns(columns, self.share) if self.outliers else 0
         half = x if x.dtype == "float16" else like(x, dtype="float16")
         found = tokens * columns * finding_bytes(self.outliers) if meter.cuda else 0
-        inside = workspace(meter, found)
         codes = empty(meter, x.shape, "int8")
         scales = empty(meter, (tokens,), "float32")
         which = empty(meter, (outliers,), "int64") if self.outliers else None
+        inside = workspace(meter, found)
         del inside, half
         width = DTYPE_BYTES[x.dtype]
         needed = product_bytes(tokens, rows, columns, outliers, width) if meter.cuda else 0

@@ -198,6 +198,7 @@ class _Writer:
         self.phases = [Phase.LOAD]
         self.reels: dict[int, Reel] = {}
         self.threads = 2  # whose cuBLAS workspaces are still to come: the forward's, autograd's
+        self.begins = False  # whether the next storage is the result of a thread's first product
         self.has_states = False
 
     def write(self) -> Tape:
@@ -288,20 +289,32 @@ class _Writer:
         phase, at = piece.phase, piece.start
         self.enter(phase)
         if self.threads == 2 and piece.start <= piece.product < piece.stop:
-            self.codes += playing.play(at, piece.product)
-            self._begin_products()
+            self._play(playing, at, piece.product)
+            self.begins = True
             at = piece.product
         for mark in piece.marks:
             if mark.event < at:
                 continue
-            self.codes += playing.play(at, mark.event)
+            self._play(playing, at, mark.event)
             at = mark.event
             if phase in IN_ORDER:
                 phase = {"loss": Phase.LOSS, "head": Phase.BACKWARD}.get(mark.name, phase)
                 self.enter(phase)
             if self.threads == 1 and mark.name.endswith(AFTER_PRODUCT):
+                self.begins = True
+        self._play(playing, at, piece.stop)
+
+    def _play(self, playing: Playing, start: int, stop: int) -> None:
+        """Events, with a thread's workspace behind the result of its first product."""
+        codes = playing.play(start, stop)
+        if self.begins:
+            births = (at for at, code in enumerate(codes) if code >= 0)
+            if (first := next(births, None)) is not None:
+                self.begins = False
+                self.codes += codes[: first + 1]
                 self._begin_products()
-        self.codes += playing.play(at, piece.stop)
+                codes = codes[first + 1 :]
+        self.codes += codes
 
     def _end_step(self, recording: Recording, playing: Playing) -> None:
         """Gradients are let go, and results that the loop has read; states stay."""

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,19 @@ from memfit.train.measure.components import OUTSIDE, Owners
 from memfit.train.measure.source import find_source
 from memfit.train.measure.storages import Block, describe, inner_tensors, is_wrapper, resizes
 
-Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any]], int]  # bytes inside one operator
+
+class Inside(NamedTuple):
+    """Bytes of each allocation that an operator's kernel makes beside its results."""
+
+    before: tuple[int, ...] = ()  # its results; freed when it returns
+    after: tuple[int, ...] = ()
+    lasting: tuple[int, ...] = ()  # after its results, and never freed
+
+
+Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any]], "Inside | None"]
 Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]  # the outputs of one operator
 
+CUBLAS = "cublasSetWorkspace"  # the name under which what a product's handle keeps is recorded
 _DEVICE_OF_FAKE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _sequence_number: Callable[[], int] | None = getattr(torch.autograd, "_get_sequence_nr", None)
@@ -285,9 +295,9 @@ class LiveBytes(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is _WAIT and isinstance(args[0], FakeTensor):
             return args[0]  # as it does; the fake one would make a tensor
-        inside = self._workspace(func, args, kwargs) if self._workspace else 0
+        inside = self._workspace(func, args, kwargs) if self._workspace else None
         name, full, _ = find_names(func)
-        index = self._allocate(inside, name, Kind.WORKSPACE, False) if inside else -1
+        held = self._take(inside.before, name) if inside else []
         out = self.run(func, args, kwargs) if self.run else func(*args, **kwargs)
         if torch.is_grad_enabled():
             self._remember_node()
@@ -295,12 +305,18 @@ class LiveBytes(TorchDispatchMode):
             self._track(out, name)
         elif isinstance(out, tuple | list):
             self._track_all(out, name)
-        if index >= 0:
-            self._release(index)
+        if inside:
+            self._take(inside.lasting, CUBLAS)
+            for index in (*held, *self._take(inside.after, name)):
+                self._release(index)
         if self._sharded and full in BUFFERS:
             for kind, tensor in buffers(full, args, kwargs):
                 self._label(tensor, kind)
         return out
+
+    def _take(self, pieces: tuple[int, ...], op: str) -> list[int]:
+        """What a kernel allocates inside itself."""
+        return [self._allocate(n, op, Kind.WORKSPACE, False) for n in pieces if n]
 
     def _track_all(self, outputs: Iterable[Any], op: str) -> None:
         for out in outputs:
