@@ -120,6 +120,8 @@ def _read(row: DecodeRow) -> Decoding:
     )  # fmt: skip
     totals = Candidate.of(problem, recipe).totals
     setting = find_setting(totals, recipe, problem.device)
+    machine = setting.machine  # whose host is not theirs: launches as fitted
+    setting = setting._replace(machine=machine._replace(own=machine.own._replace(launch=0.0)))
     share = row.adapters / PROJECTIONS
     layout = change(
         setting.layout, micro_batch=1.0 * row.rows, sequence=1.0, adapters=share, adapted=share

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from memfit.accuracy.time_errors import TimeAccuracy
+from memfit.catalog.operations import USUAL, find_operations, read_operations
 from memfit.plan.step_time.communication.collectives import HOPS, PROTOCOLS
-from memfit.plan.step_time.own import OPERATIONS
+from memfit.plan.step_time.own import AROUND
 from memfit.plan.step_time.rates import read_rates
 from memfit.plan.step_time.rollouts import decode_range
-from memfit.plan.step_time.rollouts.decoding import ADAPTER_CAST, KERNEL, READING, WIDE
+from memfit.plan.step_time.rollouts.decoding import ADAPTER_CAST, KERNEL, READING
 
 CONSTANTS = {
     "shared.memory": "what element-wise work reaches of the memory's bandwidth",
@@ -66,11 +67,19 @@ launch every operation 9 in 10 lie from {low:.2f} to {high:.2f} of what is predi
 **Your own measurement.** `memfit calibrate` writes curves of this machine's device into your own
 `devices.toml`, and they come before all of the above: products and attention by the size of a call,
 copies within the memory and to the host, all_reduce, and the time from one small operation to the
-next, {operations} of which a block of memfit's own step runs. `because` of a plan names those that
-it rests on. The device should be idle meanwhile: a busy one is measured as slow as it is.
-For memfit's own step memfit has such curves of an H100 SXM itself (`make gpu`,
-`src/memfit/catalog/measured_rates.json`). Steps of other frameworks keep the constants above, which
-were fitted without.
+next. `because` of a plan names those that it rests on. The device should be idle meanwhile: a busy
+one is measured as slow as it is. For memfit's own step memfit has such curves of an H100 SXM itself
+(`make gpu`, `src/memfit/catalog/measured_rates.json`), whose host launches half as fast as those
+of published rates: ranges of decoding cover both. Steps of other frameworks keep the constants
+above, which were fitted without.
+
+**Operations of memfit's own step** are torch's count of one more block of each of {families}
+families, by how its weights are stored (`src/memfit/catalog/operations.json`, written by
+`scripts/count_operations.py`): {operations} of a Llama block in 16 bits, forward and backward. Each
+takes {around:g} of a small operation, since modules, autocast and autograd are Python and
+dispatching beside it. LLM.int8 looks for outliers, so that the host waits for each of its products
+and nothing runs beside. The loss and the norms of queries and keys move the bytes that torch's
+operations read and write, where other frameworks fuse them.
 
 **How far off.** {rows:,} published steps of {sources} sources, one weight each: median error
 {median:.1%}, 90 % within {p90:.1%}, the worst {worst:.0%}; Kendall's tau of the order inside sweeps
@@ -78,8 +87,8 @@ were fitted without.
 
 **Known misses.** A curve of a cluster holds for collectives over all of its machines alone. An own
 copy rate takes the place of the data sheet's bandwidth, against which the share above was fitted,
-so that memory-bound parts come out somewhat too long. A GPU's own launches count eager operations
-of a Llama block, not Python's time in modules. Heat, shared networks and data loading are nowhere.
+so that memory-bound parts come out somewhat too long. Heat, shared networks and data loading are
+nowhere.
 """
 
 
@@ -97,11 +106,12 @@ def page(found: TimeAccuracy) -> str:
         lines.append(f"| {name} | {share:.0%} | {start:g} | {hops} |")
     all_ = found.headline
     assert all_ is not None
-    decoding = decode_range.read_decode_errors()
+    decoding, usual = decode_range.read_decode_errors(), find_operations(USUAL, "half")
     tail = TAIL.format(
-        reading=READING, wide=WIDE, adapter=ADAPTER_CAST, kernel=1e6 * KERNEL,
+        reading=READING, wide=usual.decode, adapter=ADAPTER_CAST, kernel=1e6 * KERNEL,
         rates=decoding.rows, low=decoding.low, high=decoding.high,
-        operations=OPERATIONS, rows=all_.rows, sources=all_.sources, median=all_.median,
+        around=AROUND, operations=usual.step, families=len(read_operations()),
+        rows=all_.rows, sources=all_.sources, median=all_.median,
         p90=all_.p90, worst=all_.worst, tau=found.tau,
     )  # fmt: skip
     return HEAD + "\n".join(lines) + "\n" + tail

@@ -9,8 +9,12 @@ import pytest
 from memfit.plan.step_time.rollouts.decode_range import find_decode_range, read_decode_errors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from decode_errors import compare_decoding, decode_errors_of, read_decode_rows
+from on_gpu.recipes import make_plan
+from on_gpu.rollouts import CASES, plan_seconds
+from on_gpu.rows import LANDED, read_rows
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +70,19 @@ def test_graphs_spare_launches_alone(compared):
     found = {c.row.id: c.ratio for c in compared if c.row.source.endswith("#5108")}
     assert len(found) == 2
     assert all(2 / 3 <= ratio <= 3 / 2 for ratio in found.values()), found
+
+
+ROLLOUTS = [row for row in read_rows(LANDED).values() if row["slice"] == "rollouts"]
+# what the planner chose when a row was measured, where later figures choose otherwise
+CHOSEN = {"0.6B GRPO, full, two updates": {"micro_batch": 16, "recompute": "none", "loss": "plain"}}
+
+
+@pytest.mark.parametrize("row", ROLLOUTS, ids=lambda row: row["name"])
+def test_phases_of_memfits_own_iterations_on_a_gpu_are_predicted_within_three_tenths(row):
+    model, _, changes = CASES[row["name"]]
+    plan = make_plan(model, changes | CHOSEN.get(row["name"], {}), row["device"])
+    assert plan.recipe_digest == row["recipe_digest"]
+    for phase, seconds in plan_seconds(plan).items():
+        assert 1 / 1.3 < row["phase_seconds"][phase] / seconds < 1.3, phase
+    assert plan.time.step_seconds_low < sum(row["phase_seconds"].values())
+    assert sum(row["phase_seconds"].values()) < plan.time.step_seconds_high

@@ -1,8 +1,7 @@
 """Adapters in the clock: how many projections have one, against torch's count of operations."""
 
 import pytest
-import torch
-from counted import Counted
+from counted import count_of_block
 from msgspec.structs import replace
 
 from memfit import catalog
@@ -23,34 +22,9 @@ from memfit.plan.step_time.predicted_time import (
 from memfit.plan.step_time.read import read_setting
 from memfit.plan.step_time.step import predict_step
 from memfit.records.recipe import Freeze, Lora
-from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
-from memfit.train.step.step import Batch, step
 
 QUERY_VALUE = ("q_proj", "v_proj")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def count(recipe):
-    """Operations of one step."""
-    model = build_model(recipe, "cpu")
-    fill_weights(model, recipe)
-    built = Built(recipe, model, build_optimizer(recipe, model))
-    ids = torch.zeros(1, 8, dtype=torch.int64)
-    batches = [Batch(ids, ids) for _ in range(recipe.accumulation)]
-    with Counted() as counted:
-        step(built, batches, ids.numel() * len(batches))
-    return counted.number
-
-
-def count_of_block(recipe):
-    """Operations of one more block in one more micro-batch, whose gradients are added up."""
-    found = {}
-    for layers in (2, 3):
-        config = {**recipe.model.config, "num_hidden_layers": layers}
-        deep = replace(recipe, model=replace(recipe.model, config=config), micro_batch=1)
-        for times in (2, 3):
-            found[layers, times] = count(replace(deep, accumulation=times))
-    return found[3, 3] - found[3, 2] - found[2, 3] + found[2, 2]
 
 
 def test_operations_of_a_block_are_torchs_count(tiny_recipe):

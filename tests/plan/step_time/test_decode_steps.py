@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from counted import Counted
+from counted import count_decode
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
@@ -20,37 +20,13 @@ from memfit.plan.step_time.rollouts import decoding
 from memfit.plan.step_time.rollouts.decoding import Decoding, count_operations, time_step
 from memfit.records.recipe import Lora
 from memfit.train.generation import products
-from memfit.train.generation.loop import generate_batch
-from memfit.train.generation.settings import Settings
 from memfit.train.generation.slots import Slots
-from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
-from memfit.train.step.step import autocast
+from memfit.train.step.build import build_model
 from tiny_models import CONFIGS, make_recipe
 
 FEW = ("q_proj", "v_proj")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 H100 = find_device("h100-sxm")
-
-
-def launched(recipe, tokens):
-    model = build_model(recipe, "cpu")
-    fill_weights(model, recipe)
-    built = Built(recipe, model, build_optimizer(recipe, model))
-    settings = Settings(max_new_tokens=tokens, rows=2, max_prompt=4, reach=8)
-    with autocast(built), Counted() as counted:
-        generate_batch(model, [[1, 2, 3], [4, 5, 6]], settings)
-    return counted.number
-
-
-def count_of_step(recipe):
-    """Operations of one block in one decoding step of memfit's own loop, and of the rest of it."""
-    found = {}
-    for layers in (2, 3):
-        config = {**recipe.model.config, "num_hidden_layers": layers}
-        deep = replace(recipe, model=replace(recipe.model, config=config))
-        found[layers] = launched(deep, 4) - launched(deep, 3)
-    block = found[3] - found[2]
-    return block, found[2] - 2 * block
 
 
 def make(recipe, device=H100, rows=1, fused=0):
@@ -81,7 +57,7 @@ def test_operations_of_a_step_are_torchs_count_of_memfits_own_loop(monkeypatch):
         tiny(precision="fp32"), tiny(precision="bf16"), tiny(precision="bf16-mixed"),
         adapted(FEW), adapted(ALL), adapted(ALL, precision="bf16"),
     ):  # fmt: skip
-        block, outside = count_of_step(recipe)
+        block, outside = count_decode(recipe)
         assert count_operations(make(recipe)) == pytest.approx(block, rel=0.05)
         assert pytest.approx(outside, rel=0.15) == decoding.OUTSIDE
 

@@ -7,18 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from counted import Counted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from memfit import api
 from memfit.catalog import find_device
 from memfit.families import read_model
 from memfit.plan.step_time.communication.collectives import Group, bus_factor, collective_seconds
-from memfit.plan.step_time.own import OPERATIONS, Own, describe, rate_at, read_own, scale_links
+from memfit.plan.step_time.own import AROUND, Own, describe, rate_at, read_own, scale_links
 from memfit.plan.step_time.read import read_setting
 from memfit.plan.step_time.step import predict_step
 from memfit.records import from_data
@@ -103,7 +100,8 @@ def test_memfits_own_step_takes_what_memfit_measured_of_a_card():
     assert [list(p) for p in own.attention] == curves["attention", "bf16", "cudnn"]
     assert [list(p) for p in own.products] == curves["matmul", "bf16", ""]
     assert own.memory == curves["memory", "", ""][-1][1]
-    assert own.launch == next(r["launch_seconds"] for r in rows if "launch_seconds" in r)
+    small = next(r["launch_seconds"] for r in rows if "launch_seconds" in r)
+    assert own.launch == small * AROUND  # nothing runs as quickly inside a model
     assert "memfit's measurement" in own.by
     assert read(h100, own_step=False) == read(replace(h100, own="devices.toml")) == Own()
     assert read(h100.with_context(1)) == read(h100)
@@ -145,17 +143,3 @@ def test_a_faster_curve_never_slows_a_step(what, more, blocks):
     faster = replace(curve, points=tuple((size, more * rate) for size, rate in curve.points))
     slow, fast = (predict_step(read_setting(recipe, MODEL, calibrated(c))) for c in (curve, faster))
     assert fast.total <= slow.total * (1 + 1e-12)
-
-
-def test_a_block_runs_as_many_operations_as_launches_are_counted_for():
-    found = []
-    for layers in (1, 2):
-        config = LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=layers, vocab_size=64,
-            num_attention_heads=2, attn_implementation="sdpa",
-        )  # fmt: skip
-        model, tokens = LlamaForCausalLM(config), torch.zeros(1, 8, dtype=torch.long)
-        with Counted() as counted:
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        found.append(counted.number)
-    assert found[1] - found[0] == pytest.approx(OPERATIONS, rel=0.15)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memfit.plan.step_time import work
+from memfit.plan.step_time.adapters import WHOLE
 from memfit.plan.step_time.arrays import Number, larger, smaller, where
 from memfit.plan.step_time.communication.exchanges import (
     all_to_all,
@@ -15,7 +16,7 @@ from memfit.plan.step_time.communication.exchanges import (
     send_seconds,
     tensor_seconds,
 )
-from memfit.plan.step_time.own import OPERATIONS, Points, rate_at
+from memfit.plan.step_time.own import Points, rate_at
 from memfit.plan.step_time.rates import Setting
 from memfit.plan.step_time.runs import BLOCKS_DO_NOT_READ, once
 from memfit.plan.step_time.work import Product
@@ -34,8 +35,15 @@ class Passes(NamedTuple):
         return self.forward + self.inputs + self.weights
 
 
-def multiply(product: Product, speed: Number, setting: Setting, measured: Points = ()) -> Passes:
-    """Seconds of one weight's products.
+def multiply(
+    product: Product,
+    speed: Number,
+    setting: Setting,
+    measured: Points = (),
+    *,
+    grouped: bool = False,
+) -> Passes:
+    """Seconds of one weight's products; grouped: all of a kind are one call.
 
     Small sides leave tiles and multiprocessors idle: each takes (1 + tile / side) of the time at
     full speed. Beside it some of the weight's own bytes: 2 an element read, and for the gradient
@@ -45,7 +53,8 @@ def multiply(product: Product, speed: Number, setting: Setting, measured: Points
     layout, machine, rates = setting.layout, setting.machine, setting.rates
     idle = 1 / larger(product.m, 1) + 1 / larger(product.n, 1) + 1 / larger(product.k, 1)
     if measured:
-        speed = speed * rate_at(measured, product.flop / larger(product.count, 1e-9))
+        calls = 1.0 if grouped else larger(product.count, 1e-9)
+        speed = speed * rate_at(measured, product.flop / calls)
     busy = product.flop / speed * (1 if measured else 1 + rates.compute.tile * idle)
     moved = rates.compute.weight_traffic * product.count * product.n * product.k
     moved = moved / (machine.memory * rates.elementwise.memory)
@@ -77,7 +86,10 @@ def block_products(setting: Setting) -> Passes:
         [multiply(p, speed, setting, own) for p in work.shared_products(shape, layout)], sparse
     )
     routed = _add(
-        [multiply(p, speed, setting, own) for p in work.expert_products(shape, layout)],
+        [
+            multiply(p, speed, setting, own, grouped=True)
+            for p in work.expert_products(shape, layout)
+        ],
         sparse * rates.compute.grouped,
     )
     return _add([attention, plain, shared, routed])
@@ -163,7 +175,8 @@ def around(setting: Setting) -> Around:
     )
     adapted = adapted * layout.beside.adapted
     return Around(
-        elementwise=passed / bandwidth,
+        # a third of both ways is the forward's; counted bytes go as fast as copies do
+        elementwise=passed / bandwidth + layout.numbers.normed * tokens / 3 / machine.memory,
         casts=layout.numbers.narrow * rates.elementwise.cast * 3 * narrowed / bandwidth,
         unpacking=(
             rates.elementwise.unpack * 10 * frozen + EAGER_CAST_BYTES * layout.numbers.recast
@@ -200,7 +213,9 @@ class Block(NamedTuple):
     backward: Number
     repeated: Number  # of the forward, in the backward
     exposed: Number  # collectives of tp, cp and ep in one forward; a backward has as many
-    launched: Number  # on the host, of all of these
+    launched: Number  # on the host, of the forward
+    launched_back: Number  # and of the backward
+    waited: Number  # of the forward's, those that nothing on the device runs beside
 
 
 class Spent(NamedTuple):
@@ -270,12 +285,16 @@ def time_block(setting: Setting, spent: Spent) -> Block:
         + layout.recompute.recomputed * layout.recompute.selective
         + layout.loss.references
     ) / 3
-    launch = setting.machine.own.launch * OPERATIONS or rates.host.launch
+    counted = layout.numbers.operations  # routing among them
+    each = setting.machine.own.launch or rates.host.launch / WHOLE
+    launch = where(counted > 0, each * counted, rates.host.launch)
     host = launch * where(layout.numbers.compiled > 0, 0.6, 1.0) * (1 + passes)
-    host = host + (1 - shape.plain) * rates.host.expert_launch
+    host = host + where(counted > 0, 0.0, (1 - shape.plain) * rates.host.expert_launch)
     host = host * where(layout.mesh.tp > 1, 1 + rates.host.tensor_launch, 1.0)
     beside = rates.host.adapter_launch * layout.beside.adapters - layout.beside.spared
     host = host * (1 + (1 - layout.update.trains) * beside) + layout.update.update_launch
+    quantised = each * layout.numbers.quantised * where(counted > 0, 1.0, 0.0)
+    launched = host / 3 + quantised  # a third of the launches are the forward's
     alone = spent.forward - spent.adapters  # the base model's
     return Block(
         forward=spent.forward + layout.loss.references * alone,
@@ -284,39 +303,37 @@ def time_block(setting: Setting, spent: Spent) -> Block:
         / larger(layout.recompute.repeated + layout.recompute.selective, 1e-9)
         * repeated,
         exposed=spent.inside + spent.dispatch + spent.ring,
-        launched=host,
+        launched=launched,
+        launched_back=(host * 2 / 3 + quantised) * entered,
+        waited=where(layout.numbers.waits > 0, launched, 0.0),
     )
 
 
 def time_head(setting: Setting) -> Number:
     """Seconds of logits and loss, forward and backward, of one micro-batch; never recomputed."""
     layout, machine, rates = setting.layout, setting.machine, setting.rates
-    bandwidth = machine.memory * rates.elementwise.memory
-    passes, logits = _head(setting)
-    more = layout.loss.heads * (passes.forward + logits / 3 / bandwidth)
-    return passes.all + (logits + layout.loss.chunk_bytes) / bandwidth + more
+    passes, logits, scored = _head(setting)
+    chunks = layout.loss.chunk_bytes / (machine.memory * rates.elementwise.memory)
+    return passes.all + logits + chunks + layout.loss.heads * (passes.forward + scored)
 
 
 def score_head(setting: Setting) -> Number:
     """Seconds of logits and log-probabilities of one micro-batch, without a gradient."""
-    machine, rates = setting.machine, setting.rates
-    passes, logits = _head(setting)
-    return passes.forward + logits / 3 / (machine.memory * rates.elementwise.memory)
+    passes, _, scored = _head(setting)
+    return passes.forward + scored
 
 
-def _head(setting: Setting) -> tuple[Passes, Number]:
-    """Passes of the head's product, and bytes that logits and loss move in all."""
+def _head(setting: Setting) -> tuple[Passes, Number, Number]:
+    """Passes of the head's product; seconds of logits and loss both ways, and forward alone."""
     shape, layout, machine, rates = setting
     tokens = where(shape.scores > 0, layout.rows.micro_batch, work.tokens_of(layout))
     product = Product(tokens, shape.outputs / layout.mesh.tp, shape.hidden)
     own = machine.own.wide
     speed = (1.0 if own else machine.wide_products) * rates.compute.head / rates.compute.slowdown
-    logits = (
-        6
-        * layout.numbers.element
-        * tokens
-        * shape.outputs
-        / layout.mesh.tp
-        * rates.elementwise.passes**0.5
-    )
-    return multiply(product, speed, setting, own), logits
+    logits = product.m * product.n
+    fitted = 6 * layout.numbers.element * logits * rates.elementwise.passes**0.5
+    fitted = fitted / (machine.memory * rates.elementwise.memory)
+    counted = layout.loss.logit > 0
+    both = where(counted, layout.loss.logit * logits / machine.memory, fitted)
+    alone = where(counted, layout.loss.scored * logits / machine.memory, fitted / 3)
+    return multiply(product, speed, setting, own), both, alone

@@ -25,8 +25,11 @@ from memfit.plan.step_time.communication.collectives import (
 from memfit.records.hardware import Device
 
 Points = tuple[tuple[float, float], ...]  # (size, rate), sizes rising
-# torch operations but views of a Llama block, eager, forward and backward (tests count them)
-OPERATIONS = 110
+# Host seconds of an operation inside a model over those of one small operation after another:
+# what modules, autocast, autograd and views take in Python and in torch's dispatcher. Read off
+# three rollouts on an H100, whose decoding took 26.6 to 28.1 us an operation where a small one took
+# 10.2 (docs/gpu.md); steps are not fitted, and docs/LOG.md has the same ratio of a processor.
+AROUND = 2.67
 NAMES = {"products": "products", "attention": "attention", "memory": "memory",
          "launch": "launches", "host": "copies to the host", "reduced": "all_reduce"}  # fmt: skip
 
@@ -39,23 +42,21 @@ class Own(NamedTuple):
     attention: Points = ()  # (FLOP of forward and backward, FLOP/s) of the recipe's kernel
     memory: float = 0.0  # bytes per second read and written, beyond any cache
     host: float = 0.0  # to the host's memory or back, the slower
-    launch: float = 0.0  # s from one small operation to the next
+    launch: float = 0.0  # s that the host takes for an operation inside a model
     reduced: Points = ()  # (bytes, bus bandwidth) of an all_reduce
     devices: int = 1  # that took part in it
     by: str = ""  # who measured, in words
-    decoding: float = 0.0  # as `launch`, of a decoding step: where the user measured it
 
 
 def read_own(device: Device, dtype: str, wide: str, kernel: str, *, own_step: bool) -> Own:
     """The curves of a calibrated device, or memfit's of such a card; an empty Own of any other.
 
-    own_step: whether memfit's own step runs, for which its curves are. Decoding keeps the launches
-    that were fitted to published rates of such cards, beside which memfit's are too fast.
+    own_step: whether memfit's own step runs, for which its curves are.
     """
-    made, devices, decoding, by = device.calibration, 1, 0.0, "your own measurement"
+    made, devices, by = device.calibration, 1, "your own measurement"
     if made is not None and made.date:
         found = MeasuredRates(source="", curves=device.curves, launch_seconds=made.launch_seconds)
-        devices, decoding = made.devices, made.launch_seconds or 0.0
+        devices = made.devices
     elif own_step and not device.own and device.id in read_measured():
         found = read_measured()[device.id]
         by = f"memfit's measurement ({found.source})"
@@ -69,8 +70,9 @@ def read_own(device: Device, dtype: str, wide: str, kernel: str, *, own_step: bo
         attention=curves.get(("attention", wide, kernel), ()),
         memory=memory[-1][1] if memory else 0.0,
         host=min(copy[-1][1] for copy in copies if copy) if all(copies) else 0.0,
-        launch=found.launch_seconds or 0.0, reduced=curves.get(("all_reduce", "", ""), ()),
-        devices=devices, by=by, decoding=decoding,
+        # a processor's operations take their own time beside, which bytes and FLOP count
+        launch=(found.launch_seconds or 0.0) * (1.0 if device.is_cpu else AROUND),
+        reduced=curves.get(("all_reduce", "", ""), ()), devices=devices, by=by,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from memfit.plan.step_time.arrays import change
 from memfit.plan.step_time.block import EAGER_CAST_BYTES, FUSED_CAST_BYTES
 from memfit.plan.step_time.communication.collectives import Links
 from memfit.plan.step_time.own import describe
+from memfit.plan.step_time.own_counts import with_counts
 from memfit.plan.step_time.rates import Machine, Setting, explain, find_rates
 from memfit.plan.step_time.read import (
     USUAL,
@@ -210,7 +211,8 @@ def _setting(
     totals: Totals, recipe: Recipe, device: Device, basis: Basis, machine: Machine
 ) -> Setting:
     layout = read_layout(recipe, totals.shape, basis)
-    layers = totals.architecture.layers
+    a, layers = totals.architecture, totals.architecture.layers
+    layout = with_counts(layout, recipe, a, totals.shape, len(totals.matrices))
     layout = with_adapters(layout, recipe, totals.matrices, layers)
     if totals.first:  # frozen blocks that no backward enters
         layout = change(layout, entered=(layers - totals.first) / layers)

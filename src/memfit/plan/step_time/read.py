@@ -20,6 +20,7 @@ from memfit.plan.step_time.arrays import Number, ceil_div, smaller, where
 from memfit.plan.step_time.communication.collectives import Links
 from memfit.plan.step_time.communication.network import lay_out
 from memfit.plan.step_time.own import read_own, scale_links
+from memfit.plan.step_time.own_counts import with_counts
 from memfit.plan.step_time.pipeline.exact import ORDINARY, bubble_share
 from memfit.plan.step_time.pipeline.orders import find_schedule, kind_of
 from memfit.plan.step_time.rates import Machine, Setting, find_rates
@@ -407,10 +408,11 @@ def read_setting(
     check_timed(model.architecture)
     basis = read_basis(recipe, software)
     shape = read_shape(model)
-    layout = read_layout(recipe, shape, basis)
+    a, matrices = model.architecture, list_matrices(model)
+    layout = with_counts(read_layout(recipe, shape, basis), recipe, a, shape, len(matrices))
     return Setting(
         shape=shape,
-        layout=with_adapters(layout, recipe, list_matrices(model), model.architecture.layers),
+        layout=with_adapters(layout, recipe, matrices, a.layers),
         machine=read_machine(device, recipe, basis, network),
         rates=find_rates(device, basis.stack, basis.narrow, basis.kernel),
     )

@@ -78,9 +78,9 @@ def predict_step(setting: Setting) -> Parts:
     spent, after = spend(setting), finish(setting)
     block, head = time_block(setting, spent), spent.head
     busy = block.forward + block.backward + block.repeated + 2 * block.exposed
-    # a third of the launches are the forward's
-    there = beside(block.forward + block.exposed, block.launched / 3)
-    back = beside(busy - block.forward - block.exposed, block.launched * 2 / 3)
+    launched = block.launched - block.waited
+    there = beside(block.forward + block.exposed, launched) + block.waited
+    back = beside(busy - block.forward - block.exposed, block.launched_back)
     each = there + back
     stage = deal(setting, each, head)
     send = count_sends(layout.mesh.pp, layout.stages.chunks, layout.rows.accumulation) * spent.send

@@ -98,6 +98,10 @@ class Numbers(NamedTuple):
     eight: Number = 0.0  # 1 where frozen weights multiply in int8, their outliers aside
     recast: Number = 0.0  # elements of a block's weights that each pass narrows, unfused
     measured: Number = 0.0  # elements of a block's weights that a forward measures (DoRA, QAT)
+    operations: Number = 0.0  # of a block, trained whole, where torch's are counted; 0: as fitted
+    quantised: Number = 0.0  # operations more, a pass, of products by weights in codes
+    waits: Number = 0.0  # 1 where the host waits for each forward product: it looks for outliers
+    normed: Number = 0.0  # bytes of a token's queries and keys, both ways, that eager norms move
 
 
 class Loss(NamedTuple):
@@ -106,6 +110,8 @@ class Loss(NamedTuple):
     chunk_bytes: Number  # moved a micro-batch because the loss goes through the head in chunks
     references: Number = 0.0  # forwards without a gradient before each micro-batch's own
     heads: Number = 0.0  # the head's products beyond one forward and its backward
+    logit: Number = 0.0  # bytes of one logit, both ways, where they are counted; 0: as fitted
+    scored: Number = 0.0  # and of a forward without a gradient
 
 
 class Sent(NamedTuple):

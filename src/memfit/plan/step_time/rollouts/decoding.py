@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memfit.base_formats import find_base_format, find_coding, stored_bytes
+from memfit.base_formats import find_base_format, stored_bytes
+from memfit.catalog.operations import find_operations
 from memfit.families.capabilities.kv_cache import layer_caches
 from memfit.plan.step_time import work
 from memfit.plan.step_time.adapters import PROJECTIONS, WHOLE
 from memfit.plan.step_time.arrays import Number, beside
 from memfit.plan.step_time.block import around
+from memfit.plan.step_time.own_counts import count_quantised, stored_width, way_of
 from memfit.plan.step_time.rates import Setting
 from memfit.records.hardware import Device
 from memfit.records.model import DTYPE_BYTES, Architecture
@@ -27,18 +29,10 @@ from memfit.records.recipe import Recipe
 READING = 0.8
 KERNEL = 4e-6  # s that a kernel of a few rows takes on a device at least, however little it reads
 
-# Operations of one Llama block and step, and of a step outside the blocks (norm, head, sampling),
-# as tests/plan/step_time/test_decode_steps.py counts them in memfit's own loop.
-FP32, WIDE, CAST = 49, 55, 65  # all in fp32; frozen or stored in 16 bits; fp32, cast for each call
+# Operations of a step outside the blocks (norm, head, sampling), and what adapters add in one, as
+# tests/plan/step_time/test_decode_steps.py counts them in memfit's own loop.
 ADAPTER, ADAPTER_CAST = 6, 8  # more beside an adapted projection; the same under autocast
 OUTSIDE = 42
-# More a projection in codes, in operations of torch's: what bitsandbytes launches, and its Python.
-# int8 by its source: magnitudes, outliers found, counted and cut out, codes, product, scales, the
-# outliers' own columns dense and multiplied. Four bits as the `fit` rows of
-# measurements/decoding say: one kernel; scales, weight and product; scales that have scales.
-EIGHT, EIGHT_PLAIN = 20, 9
-FUSED, UNPACKED, DOUBLED = 3, 8, 3
-
 # s of Python for each row, while the device waits for the next tokens: bench/rollout_seconds.py
 EACH_ROW, EACH_ANSWER = 2e-6, 2e-5  # in a step; once, when it begins
 
@@ -109,7 +103,7 @@ def time_step(decoding: Decoding, columns: int) -> Step:
         cache=cached / reading,
         around=blocks * between + SAMPLING * rows * shape.vocab / bandwidth,
         kernels=operations * KERNEL,
-        host=operations * (machine.own.decoding or rates.host.launch / WHOLE)
+        host=operations * (machine.own.launch or rates.host.launch / WHOLE)
         + blocks * (1 - shape.plain) * rates.host.expert_launch / 3,
         waiting=EACH_ROW * rows,
     )
@@ -118,24 +112,14 @@ def time_step(decoding: Decoding, columns: int) -> Step:
 def count_operations(decoding: Decoding) -> float:
     """Launches of one block in one step."""
     recipe, layout = decoding.recipe, decoding.setting.layout
-    if recipe.compute_dtype == "float32":
-        count = float(FP32)
-    else:
-        count = float(CAST if recipe.autocast and _stored(recipe) == 4 else WIDE)
+    family = decoding.architecture.family
+    count = float(find_operations(family, way_of(recipe)).decode)
     if recipe.adapted:
         each = ADAPTER_CAST if recipe.autocast else ADAPTER
         count += each * layout.beside.adapters * PROJECTIONS
     if recipe.coding:
-        count += decoding.projections * _count_quantised(decoding)
+        count += decoding.projections * count_quantised(recipe, fused=is_fused(decoding))
     return count
-
-
-def _count_quantised(decoding: Decoding) -> int:
-    recipe = decoding.recipe
-    declared, double = find_coding(recipe.coding)
-    if declared.product == "int8":
-        return EIGHT if recipe.quantisation.outlier_threshold else EIGHT_PLAIN
-    return (FUSED if is_fused(decoding) else UNPACKED) + (DOUBLED if double else 0)
 
 
 def is_fused(decoding: Decoding) -> bool:
@@ -172,13 +156,8 @@ def _quantised_bytes(recipe: Recipe) -> float:
 
 def plain_bytes(recipe: Recipe) -> float:
     """The same of a weight stored as numbers: autocast copies fp32 ones for each product."""
-    stored = _stored(recipe)
+    stored = stored_width(recipe)
     return stored + (DENSE_CAST if recipe.autocast and stored == 4 else 0)
-
-
-def _stored(recipe: Recipe) -> int:
-    """Bytes of an element of a weight that has no codes."""
-    return DTYPE_BYTES[recipe.frozen_dtype if recipe.adapted else recipe.trainable_dtype]
 
 
 def _read_cache(decoding: Decoding, columns: int) -> tuple[float, float]:

@@ -229,8 +229,8 @@ def _forward(setting: Setting, device: Device, *, adapters: bool = True) -> floa
     spent = spend(setting)
     block = time_block(setting, spent)
     busy = float(spent.forward) - (0.0 if adapters else float(spent.adapters))
-    launched = float(block.launched) / 3  # a third of the launches are the forward's
-    each = busy + launched if device.is_cpu else float(beside(busy, launched))
+    waited = float(block.launched if device.is_cpu else block.waited)
+    each = float(beside(busy, float(block.launched) - waited)) + waited
     return float(setting.shape.layers) * each
 
 
