@@ -16,7 +16,7 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "plan" / "step_time")]
 
 from counted import WAYS, count_family  # noqa: E402
 
-from memfit.catalog.operations import FILE  # noqa: E402
+from memfit.plan.step_time.counts.operations import FILE  # noqa: E402
 from tiny_models import CONFIGS  # noqa: E402
 
 KINDS = "step", "decode"

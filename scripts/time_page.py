@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from memfit.accuracy.time_errors import TimeAccuracy
-from memfit.catalog.operations import USUAL, find_operations, read_operations
 from memfit.plan.step_time.communication.collectives import HOPS, PROTOCOLS
+from memfit.plan.step_time.counts.operations import USUAL, find_operations, read_operations
 from memfit.plan.step_time.own import AROUND
 from memfit.plan.step_time.rates import read_rates
 from memfit.plan.step_time.rollouts import decode_range

@@ -8,9 +8,9 @@ from counted import WAYS, count_family, count_of_block, make_counted
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.catalog.operations import USUAL, find_operations, read_operations
-from memfit.plan.step_time import own_counts
-from memfit.plan.step_time.own_counts import NORM, SOFTMAX, SOFTMAX_BACK, count_logits
+from memfit.plan.step_time.counts import own_counts
+from memfit.plan.step_time.counts.operations import USUAL, find_operations, read_operations
+from memfit.plan.step_time.counts.own_counts import NORM, SOFTMAX, SOFTMAX_BACK, count_logits
 from memfit.records.recipe import Regularisation
 from memfit.records.reinforcement import Rollout
 from memfit.train.rl.token_log_probs import token_log_probs

@@ -26,8 +26,8 @@ from memfit.plan.step_time.adapters import PROJECTIONS, Matrix, list_matrices, w
 from memfit.plan.step_time.arrays import change
 from memfit.plan.step_time.block import EAGER_CAST_BYTES, FUSED_CAST_BYTES
 from memfit.plan.step_time.communication.collectives import Links
+from memfit.plan.step_time.counts.own_counts import with_counts
 from memfit.plan.step_time.own import describe
-from memfit.plan.step_time.own_counts import with_counts
 from memfit.plan.step_time.rates import Machine, Setting, explain, find_rates
 from memfit.plan.step_time.read import (
     USUAL,

@@ -19,8 +19,8 @@ from memfit.plan.step_time.adapters import list_matrices, with_adapters
 from memfit.plan.step_time.arrays import Number, ceil_div, smaller, where
 from memfit.plan.step_time.communication.collectives import Links
 from memfit.plan.step_time.communication.network import lay_out
+from memfit.plan.step_time.counts.own_counts import with_counts
 from memfit.plan.step_time.own import read_own, scale_links
-from memfit.plan.step_time.own_counts import with_counts
 from memfit.plan.step_time.pipeline.exact import ORDINARY, bubble_share
 from memfit.plan.step_time.pipeline.orders import find_schedule, kind_of
 from memfit.plan.step_time.rates import Machine, Setting, find_rates

@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memfit.base_formats import find_base_format, stored_bytes
-from memfit.catalog.operations import find_operations
 from memfit.families.capabilities.kv_cache import layer_caches
 from memfit.plan.step_time import work
 from memfit.plan.step_time.adapters import PROJECTIONS, WHOLE
 from memfit.plan.step_time.arrays import Number, beside
 from memfit.plan.step_time.block import around
-from memfit.plan.step_time.own_counts import count_quantised, stored_width, way_of
+from memfit.plan.step_time.counts.operations import find_operations
+from memfit.plan.step_time.counts.own_counts import count_quantised, stored_width, way_of
 from memfit.plan.step_time.rates import Setting
 from memfit.records.hardware import Device
 from memfit.records.model import DTYPE_BYTES, Architecture

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memfit.base_formats import find_coding
-from memfit.catalog.operations import Way, find_operations
 from memfit.plan.frameworks import find_framework
 from memfit.plan.step_time.arrays import change
+from memfit.plan.step_time.counts.operations import Way, find_operations
 from memfit.plan.step_time.work import Layout, Shape
 from memfit.records.model import DTYPE_BYTES, Architecture
 from memfit.records.recipe import Recipe

@@ -15,7 +15,7 @@ import msgspec
 
 from memfit.records import Record, from_data
 
-FILE = Path(__file__).with_name("operations.json")
+FILE = Path(__file__).parents[3] / "catalog" / "operations.json"
 USUAL = "llama"  # whose counts stand for families that are not counted
 # fp32 weights that are cast for each product; weights of 16 bits; all in fp32
 Way = Literal["cast", "half", "fp32"]
