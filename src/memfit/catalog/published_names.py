@@ -21,8 +21,8 @@ from memfit.catalog.toml_rows import slug
 MIRRORS = {
     "unsloth": (
         "llama-", "qwen2-", "qwen2.5-", "qwen3-", "qwen3.5-", "gemma-", "mistral-7b-v0",
-        "mistral-nemo", "mistral-large-", "mixtral-", "magistral-", "openhermes-",
-        "deepseek-r1-distill-", "granite-", "gpt-oss-", "olmo-2-", "olmo-3-",
+        "mistral-nemo", "mistral-small-24b", "mistral-large-", "mixtral-", "magistral-",
+        "openhermes-", "deepseek-r1-distill-", "granite-", "gpt-oss-", "olmo-2-", "olmo-3-",
         "smollm2-", "tinyllama", "kimi-k2-", "glm-4.7-flash", "minimax-m2",
     ),
     "nousresearch": ("llama-2-", "llama-3-", "llama-3.1-", "llama-3.2-", "codellama-"),

@@ -101,10 +101,11 @@ def part_words(words: list[str], stated: Iterable[str]) -> list[str]:
     Raises InvalidRequest where words after a model's name mean nothing, or what a flag sets.
     """
     taken = {_find_key(word.partition("=")[0]) for word in stated}
-    name = next(_find_names(words), "")
-    if not name:
+    end = next(_find_ends(words), 0)
+    if not end:
         return [" ".join(words)]
-    rest = [word for word in words[len(name.split(" ")) :] if word.lower() not in FILLERS]
+    name = " ".join(words[:end])
+    rest = [word for word in words[end:] if word.lower() not in FILLERS]
     keys = _read_words(rest)
     if keys is None:
         return _refuse_words(name, words, rest)
@@ -117,14 +118,14 @@ def part_words(words: list[str], stated: Iterable[str]) -> list[str]:
     return [name, *(word for key, value in keys.items() for word in _type(key, value))]
 
 
-def _find_names(words: list[str]) -> Iterator[str]:
-    """The most words that are a model's name; then those before the first that says more of it."""
+def _find_ends(words: list[str]) -> Iterator[int]:
+    """How many words are a model's name: the most; then those before one that says more of it."""
     for end in range(len(words), 0, -1):
-        if is_planned(name := " ".join(words[:end])):
-            yield name
+        if is_planned(" ".join(words[:end])):
+            yield end
     for end in range(1, len(words)):
         if words[end].lower() in FILLERS or _read_word(words[end].lower()):
-            yield " ".join(words[:end])
+            yield end
 
 
 def _type(key: str, value: str) -> tuple[str, str]:
