@@ -33,7 +33,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     }),
     "0.6B GRPO, full, two updates": ("qwen3-0.6b", (), {
         **ROLLOUT, "method": "full", "precision": "bf16-mixed", "task.objective": "grpo",
-        "task.global_batch": 64, "policy.num_iterations": 2,
+        "task.global_batch": 64, "policy.num_iterations": 2, "micro_batch": 16,
+        "loss": "plain",
     }),
     "8B GRPO, LoRA over nf4": ("llama-3.1-8b", BNB, {
         **ROLLOUT, **LORA, "base_format": "nf4", "task.objective": "grpo", "task.global_batch": 32,

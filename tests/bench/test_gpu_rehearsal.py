@@ -23,8 +23,8 @@ from memfit.core.errors import InvalidRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from on_gpu import join, marked, pack, paths, recipes, recordings, run  # noqa: E402
-from on_gpu.rows import Place, Rows, Unit, read_rows  # noqa: E402
+from on_gpu import join, marked, pack, paths, recipes, recordings, rollouts, run  # noqa: E402
+from on_gpu.rows import LANDED, Place, Rows, Unit, read_rows  # noqa: E402
 from on_gpu.slices import NAMES, SLICES, list_units, measure  # noqa: E402
 
 COMMAND = [sys.executable, "-W", "ignore", str(ROOT / "bench" / "on_gpu"), "--device", "cpu"]
@@ -118,6 +118,19 @@ def test_a_recipe_is_rehearsed_and_holds_what_is_certified(name, tmp_path):
     row = measure(name, unit.name, place)
     assert "failed" not in row, row
     assert row["measured"]["peak_allocated"] == row["certified"]["peak_allocated"] > 0
+
+
+def test_what_a_gpu_held_in_iterations_is_in_the_range_that_is_planned():
+    rows = [row for row in read_rows(LANDED).values() if row["slice"] == "rollouts"]
+    judged = 0
+    for row in (row for row in rows if "measured" in row):
+        model, _, changes = rollouts.CASES[row["name"]]
+        plan = recipes.make_plan(model, changes, row["device"])
+        if plan.recipe_digest == row["recipe_digest"]:
+            low, high = plan.memory.total_low, plan.memory.total_high
+            assert low <= row["measured"]["device_total"] <= high, row["name"]
+            judged += 1
+    assert judged >= 3
 
 
 def test_a_row_that_was_cut_is_measured_again_and_what_was_skipped_is_tried_again(tmp_path):

@@ -29,9 +29,10 @@ REPLAY = Slack(  # of the replay of a simulated run, over the certificate's
 )  # fmt: skip
 
 SAMPLED = Slack(  # where answers are sampled: those of other lengths leave other gaps
-    low=0.985, typical=1.0, high=1.03,
+    low=0.985, typical=1.0, high=1.065,
     source="the simulated run, replayed through the caching allocator; with shorter answers in"
-    " between, certificates reserve from 1.1 % less to 2.6 % more",
+    " between, certificates reserve from 1.1 % less to 2.6 % more, and an H100 with torch 2.11,"
+    " which frees some gradients later, reserved 6.3 % more",
 )  # fmt: skip
 
 
