@@ -34,11 +34,11 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "0.6B GRPO, full, two updates": ("qwen3-0.6b", (), {
         **ROLLOUT, "method": "full", "precision": "bf16-mixed", "task.objective": "grpo",
         "task.global_batch": 64, "policy.num_iterations": 2, "micro_batch": 16,
-        "loss": "plain",
+        "recompute": "none", "loss": "plain",
     }),
     "8B GRPO, LoRA over nf4": ("llama-3.1-8b", BNB, {
         **ROLLOUT, **LORA, "base_format": "nf4", "task.objective": "grpo", "task.global_batch": 32,
-        "rollout.max_completion_length": 128,
+        "rollout.max_completion_length": 128, "limits.tight": True,
     }),
     "1.5B PPO, LoRA": ("qwen2.5-1.5b", (), {
         **ROLLOUT, **LORA, "base_format": "bf16", "task.objective": "ppo", "task.global_batch": 32,
