@@ -20,7 +20,7 @@ ROUNDED = (1.0, 1.005, 1.04)
 # Gaps that C++ objects leave in a heap that is kept, in blocks as large as its largest: a hole that
 # is cut by a few bytes does not take the next one (bench/kept_heap.py, docs/LOG.md).
 SCATTERED = (0, 4, 8)
-# The most that they leave, as a share of a heap of many small blocks: the demo's, whose largest block
+# The most that they leave, as a share of a heap of many small blocks: the demo's, whose largest one
 # is a fortieth of its heap, kept 0.6 of it beside the tensors (docs/LOG.md).
 SCATTERED_MOST = 0.7
 
