@@ -265,6 +265,16 @@ def test_words_after_a_model_that_mean_nothing_or_two_things_are_refused(typed, 
     assert "hint: " in err
 
 
+def test_another_frameworks_step_without_seconds_is_predicted_as_the_hint_says():
+    words = ["qwen3.5-9b", "lora", "--framework", "trl", "--gpu", "b200"]
+    code, out, err = quick("plan", *words)
+    assert (code, out) == (2, "")
+    assert "hint: `memfit predict` with the same words" in err
+    code, out, _ = quick("predict", *words)
+    assert code == 0
+    assert out.startswith("FITS")
+
+
 @pytest.mark.parametrize("verb", REQUEST_VERBS)
 def test_offline_the_hub_is_not_asked(verb, monkeypatch):
     monkeypatch.setenv(options.OFFLINE, "0")

@@ -101,7 +101,7 @@ def check_timed(a: Architecture) -> None:
         raise TimeUnknown(
             f"how fast torch's code of linear attention runs, which `{a.family}` has, is in no"
             " measurement",
-            hint="its memory is predicted all the same",
+            hint="`memfit predict` with the same words says what memory it takes",
         )
 
 
