@@ -85,7 +85,7 @@ def test_explore_says_why_each_was_not_chosen(browser, server):
             arg=len(fitting),
         )
         assert "_fits=1" in page.url
-        page.get_by_role("radio", name="micro_batch=16, left").check()
+        page.get_by_role("radio", name="recompute=full, left").check()
         page.fill("#two_right", "hardware.device=a100-sxm-80; task.sequence_length=512")
         page.keyboard.press("Enter")
         show_two(page)
@@ -104,7 +104,7 @@ def show_two(page):
         "rows => rows.map(row => [...row.querySelectorAll('td')].map(cell => cell.textContent))"
     )
     shown = {cells[0]: cells[1:] for cells in rows if cells}
-    wanted = ({"micro_batch": 16}, {"hardware.device": "a100-sxm-80", "task.sequence_length": 512})
+    wanted = ({"recompute": "full"}, {"hardware.device": "a100-sxm-80", "task.sequence_length": 512})
     plans = [
         api.plan(
             api.read("pythia-70m", changes={"hardware.device": "rtx-4090", **own}), levers=False
@@ -122,7 +122,7 @@ def show_two(page):
             units.show_bytes(own.get(kind, 0)) for own in kinds
         ]
     said = page.text_content("[aria-label='Keys that differ']")
-    assert "micro_batch" in said
+    assert "recompute" in said
     assert "sequence_length" in said
     assert "seed" not in said
 
