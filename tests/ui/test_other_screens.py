@@ -104,7 +104,10 @@ def show_two(page):
         "rows => rows.map(row => [...row.querySelectorAll('td')].map(cell => cell.textContent))"
     )
     shown = {cells[0]: cells[1:] for cells in rows if cells}
-    wanted = ({"recompute": "full"}, {"hardware.device": "a100-sxm-80", "task.sequence_length": 512})
+    wanted = (
+        {"recompute": "full"},
+        {"hardware.device": "a100-sxm-80", "task.sequence_length": 512},
+    )
     plans = [
         api.plan(
             api.read("pythia-70m", changes={"hardware.device": "rtx-4090", **own}), levers=False
