@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from on_gpu.rollouts import plan_seconds, time_iterations
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memfit.plan.request.problem import find_device, read_problem
@@ -31,20 +30,13 @@ from memfit.plan.search.search import search
 from memfit.records import from_data
 from memfit.records.hardware import Device
 from memfit.records.request import Request
-from memfit.records.results import Plan
 from memfit.train.generation.calls import Caller
 from memfit.train.generation.loop import generate_batch
 from memfit.train.generation.settings import Settings
-from memfit.train.measure.observer import NOBODY
-from memfit.train.rl.learn import iterate
-from memfit.train.rl.rehearsal import make_learning
-from memfit.train.rl.sampling import sample_in_slots
 from memfit.train.run.machine import measure_machine
 from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
 
 RESULTS = Path(__file__).resolve().parent / "results" / "rollout_seconds.json"
-OF = {"rollout": ("switch", "prefill", "decode"), "score": ("score", "reference"),
-      "update": ("update",)}  # fmt: skip
 TIMES = 3
 
 
@@ -137,28 +129,16 @@ def weigh(case: dict[str, Any], device: Device) -> dict[str, dict[str, float]]:
         Request, source="this benchmark",
     )  # fmt: skip
     plan = search(read_problem(request, device=device), levers=False)
-    planned = {row.phase: row.seconds or 0.0 for row in plan.time.phases}
-    rows = take_iterations(plan)
+    built = build_model(plan.recipe, "cpu")
+    fill_weights(built, plan.recipe)
+    measured = time_iterations(
+        Built(plan.recipe, built, build_optimizer(plan.recipe, built)), TIMES
+    )
     return {
-        phase: compare(
-            sum(planned.get(part, 0.0) for part in parts),
-            statistics.median(row[f"{phase}_seconds"] for row in rows),
-        )
-        for phase, parts in OF.items()
-        if any(part in planned for part in parts)
+        phase: compare(planned, measured[phase])
+        for phase, planned in plan_seconds(plan).items()
+        if planned is not None
     }
-
-
-def take_iterations(plan: Plan) -> list[dict[str, float]]:
-    """Figures of iterations after a first one, which makes the optimizer's states."""
-    recipe = plan.recipe
-    built_model = build_model(recipe, "cpu")
-    fill_weights(built_model, recipe)
-    built = Built(recipe, built_model, build_optimizer(recipe, built_model))
-    learning = make_learning(recipe, NOBODY, recipe.rollout.max_prompt_length)
-    sampling = replace(learning.sampling, sample=sample_in_slots)
-    learning = replace(learning, sampling=sampling)
-    return [iterate(built, learning, index).figures for index in range(TIMES + 1)][1:]
 
 
 def compare(predicted: float, measured: float) -> dict[str, float]:

@@ -27,6 +27,7 @@ from on_gpu.probe import key_of  # noqa: E402
 
 Row = Mapping[str, Any]
 KERNEL_SHARE, KERNEL_FLOOR = 0.02, 64 * 1024  # by how much a kernel's bytes may differ from a rule
+CERTIFIED = "recipes", "rollouts"  # slices whose units are certified as they are measured
 UNRULED = 2**20  # bytes above which an operator without a rule should have one
 EXPLAINED = 0.02  # of a peak that the certificate's tensors may leave unexplained
 SHEET = 0.02  # above a data sheet's peak, by clocks that boost
@@ -102,7 +103,7 @@ def _number(source: str, name: str) -> Callable[[Row], Iterator[Finding]]:
     floor = TOTAL_FLOOR if name == "device_total" else 0.0
 
     def judge(row: Row) -> Iterator[Finding]:
-        if source in row and "measured" in row and row["slice"] in ("recipes", "rollouts", "grid"):
+        if source in row and "measured" in row and row["slice"] in (*CERTIFIED, "grid"):
             said, measured = row[source][name], row["measured"][name]
             at = ALLOWED[name]
             yield from _compare(row, said, measured, at, lambda: _blame(row, source, name), floor)

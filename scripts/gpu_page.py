@@ -221,8 +221,7 @@ def _cards(rows: Sequence[Row]) -> str:
         "## Cards of 24 and 16 GB, imitated\n\n"
         f"Of {len(ran)} recipes that ran in as many bytes as the smaller card leaves, reserved"
         f" bytes were predicted within {min(offs):+.1%} and {max(offs):+.1%}, and"
-        f" {min(left):.2f} to"
-        f" {max(left):.2f} GiB were left.\n"
+        f" {min(left):.2f} to {max(left):.2f} GiB were left.\n"
     )
 
 

@@ -62,7 +62,7 @@ def headlines(found: Accuracy, times: TimeAccuracy) -> tuple[tuple[str, str], ..
 
 def _on_gpus() -> Iterable[tuple[str, str]]:
     """Certificates beside the allocator's and the driver's own counts, a line a GPU."""
-    rows = [r for r in gpu_claims.read() if r["slice"] in ("recipes", "rollouts")]
+    rows = [r for r in gpu_claims.read() if r["slice"] in gpu_claims.CERTIFIED]
     rows = [r for r in rows if "certified" in r]
     for name in sorted({row["environment"]["device"] for row in rows}):
         off = {

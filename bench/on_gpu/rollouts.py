@@ -13,17 +13,16 @@ from typing import Any
 
 from gpu_grid import TINY
 
-from on_gpu.recipes import BNB, make_plan, measure_plan
+from on_gpu.recipes import BNB, LORA, make_plan, measure_plan
 from on_gpu.rows import Place, Row, Unit
 
-TIMES = 2  # iterations whose seconds count, after one that makes the optimizer's states
+TIMES = 2  # iterations whose seconds count
 OF = {"rollout": ("switch", "prefill", "decode"), "score": ("score", "reference"),
       "update": ("update",)}  # fmt: skip
 ROLLOUT: dict[str, Any] = {
     "rollout.num_generations": 8, "rollout.max_prompt_length": 256,
     "rollout.max_completion_length": 256,
 }  # fmt: skip
-LORA: dict[str, Any] = {"method": "lora", "lora.rank": 16, "precision": "bf16-mixed"}
 
 # name -> model, libraries that it needs, what the request states; the planner decides the rest
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
@@ -105,12 +104,13 @@ def run_iterations(plan: Any, _: Place) -> tuple[Any, None, Row]:
     meter.leave()
     phases = {str(phase): peak for phase, peak in meter.peaks.items()}
     measured = Measured(meter.measurements(), phases, meter.ledger, describe_environment(where))
-    seconds = time_iterations(Built(recipe, model, build_optimizer(recipe, model)))
+    seconds = time_iterations(Built(recipe, model, build_optimizer(recipe, model)), TIMES)
     return measured, None, {"phase_seconds": seconds}
 
 
-def time_iterations(built: Any) -> dict[str, float]:
-    """Median seconds of each phase of the iterations after the first."""
+def time_iterations(built: Any, times: int) -> dict[str, float]:
+    """Median seconds of each phase of as many iterations, after one that makes the optimizer's
+    states."""
     from memfit.train.measure.observer import NOBODY
     from memfit.train.rl.learn import iterate
     from memfit.train.rl.rehearsal import make_learning
@@ -119,7 +119,7 @@ def time_iterations(built: Any) -> dict[str, float]:
     learning = make_learning(built.recipe, NOBODY, built.recipe.rollout.max_prompt_length)
     sampling = replace(learning.sampling, sample=sample_in_slots)
     learning = replace(learning, sampling=sampling)
-    rows = [iterate(built, learning, index).figures for index in range(1 + TIMES)][1:]
+    rows = [iterate(built, learning, index).figures for index in range(1 + times)][1:]
     return {
         phase: median(row[f"{phase}_seconds"] for row in rows)
         for phase in OF

@@ -97,12 +97,18 @@ def join_name(args: list[str], command: click.Command | None = None) -> list[str
     if not args or args[0] not in REQUEST_VERBS:
         return args
     words, others = _part_options(args[1:], command)
-    first = 1 if args[0] == "solve" else 0  # which names a field before the model
-    if len(words) - first <= 1:
+    words = [args[0], *words]
+    first = _place_of_model(args[0])
+    if len(words) <= first + 1:
         return args
     from memfit.cli.first_contact import part_words
 
-    return [args[0], *words[:first], *part_words(words[first:], args), *others]
+    return [*words[:first], *part_words(words[first:], args), *others]
+
+
+def _place_of_model(verb: str) -> int:
+    """How many words stand before the model's name: the verb, and the field of `solve`."""
+    return 2 if verb == "solve" else 1
 
 
 def _part_options(
@@ -136,7 +142,7 @@ def put_model_in_place(args: list[str]) -> list[str]:
     """`--model NAME`, as trainers write it, as the positional NAME of verbs that take a request."""
     if not args or args[0] not in REQUEST_VERBS:
         return args
-    first = 2 if args[0] == "solve" else 1
+    first = _place_of_model(args[0])
     found: list[str] = []
     named: list[str] = []
     words = iter(args)

@@ -359,17 +359,16 @@ def layer_norm_slopes(node: Node, inputs: Sequence[Tensor | None]) -> Gradients:
         wanted = t is not None and node.needs(i)
         result.append(like(t) if t is not None and wanted else None)
     if x is not None and x.meter.cuda:
-        inside = _layer_norm_workspace(node, x, weight)
-        del inside
+        _layer_norm_workspace(node, x, weight)
     return result
 
 
-def _layer_norm_workspace(node: Node, x: Tensor, weight: Tensor | None) -> list[Tensor]:
+def _layer_norm_workspace(node: Node, x: Tensor, weight: Tensor | None) -> None:
     columns = x.shape[-1]
     width = DTYPE_BYTES[x.dtype if weight is None else weight.dtype]
     wanted = node.needs(1) + node.needs(2)
     pieces = layer_norm_backward(x.numel // columns, columns, width, wanted, x.meter.grid)
-    return workspace(x.meter, *pieces)
+    workspace(x.meter, *pieces)
 
 
 def gather_rows(weight: Tensor, indices: Tensor) -> Tensor:
@@ -385,8 +384,7 @@ def _gather_backward(shape: Shape) -> Rule:
         indices = node.unpack(0)
         made = empty(grad.meter, shape, grad.dtype)
         if grad.meter.cuda:
-            inside = workspace(grad.meter, *embedding_backward(indices.numel, *shape))
-            del inside
+            workspace(grad.meter, *embedding_backward(indices.numel, *shape))
         return (made,)
 
     return rule

@@ -111,7 +111,10 @@ def empty(
 
 
 def workspace(meter: Meter, *pieces: int) -> list[Tensor]:
-    """Bytes that a kernel takes from the allocator; it gives them back when it has run."""
+    """Bytes that a kernel takes from the allocator, held for as long as the caller keeps them.
+
+    A kernel that takes them behind its results gives them back at once: its caller keeps nothing.
+    """
     return [empty(meter, (n,), "uint8", Kind.WORKSPACE) for n in pieces if n]
 
 

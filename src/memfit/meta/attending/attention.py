@@ -205,8 +205,7 @@ def _flash_backward(node: Node, grads: Incoming) -> Gradients:
     made = [like(x) for x in (query, key, value)]
     width = DTYPE_BYTES[query.dtype]
     copies = [copied_by_token(x.shape, x.strides, width) for x in (grad, unpacked[-1])]
-    inside = workspace(query.meter, *copies, *flash_backward(query.shape, key.shape, width))
-    del inside
+    workspace(query.meter, *copies, *flash_backward(query.shape, key.shape, width))
     return made
 
 
@@ -221,8 +220,7 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -
         width = DTYPE_BYTES[query.dtype]
         made = (by_token(query, value.shape[-1]), empty(meter, (batch, heads, padded), "float32"))
         random = empty(meter, (), "int64"), empty(meter, (), "int64")
-        inside = workspace(meter, *efficient_forward(query.shape, value.shape[-1], width))
-        del inside
+        workspace(meter, *efficient_forward(query.shape, value.shape[-1], width))
         return (*made, *random)
 
     return _save_results(node, meter, run)
@@ -235,8 +233,7 @@ def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
     width = DTYPE_BYTES[query.dtype]
     made = [by_token(x) for x in (query, key, value)]
     pieces = efficient_backward(query.shape, value.shape[-1], grad.numel, width)
-    inside = workspace(query.meter, *pieces)
-    del inside
+    workspace(query.meter, *pieces)
     return made
 
 
@@ -257,8 +254,7 @@ def _cudnn_backward(node: Node, grads: Incoming) -> Gradients:
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
     made = [like(x) for x in (query, key, value)]
-    inside = workspace(query.meter, *cudnn_backward(query.shape, key.shape))
-    del inside
+    workspace(query.meter, *cudnn_backward(query.shape, key.shape))
     return made
 
 

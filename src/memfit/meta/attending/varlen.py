@@ -71,6 +71,6 @@ def _backward(node: Node, grads: Incoming) -> Gradients:
     documents = starts.shape[0] - 1
     width = DTYPE_BYTES[query.dtype]
     made = [like(x) for x in (query, key, value)]
-    inside = workspace(meter, *varlen_backward(query.shape, key.shape, documents, width))
-    del inside, zeros
+    workspace(meter, *varlen_backward(query.shape, key.shape, documents, width))
+    del zeros
     return made

@@ -191,6 +191,5 @@ def _call_backward(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         return [by_token(x) for x in (query, key, value)]
     made = [like(x) for x in (query, key, value)]
     pieces = flash_backward(query.shape, key.shape, DTYPE_BYTES[query.dtype])
-    inside = workspace(query.meter, *pieces)
-    del inside
+    workspace(query.meter, *pieces)
     return made

@@ -90,8 +90,7 @@ def _gather_cut_backward(shape: Shape, tp: int) -> Rule:
         rows = shape[0] * tp
         made = empty(grad.meter, (rows, *shape[1:]), grad.dtype)
         if grad.meter.cuda:
-            inside = workspace(grad.meter, *embedding_backward(indices.numel, rows, shape[-1]))
-            del inside
+            workspace(grad.meter, *embedding_backward(indices.numel, rows, shape[-1]))
         del grad
         return (empty(made.meter, shape, made.dtype),)
 

@@ -43,8 +43,8 @@ def _rms_norm_backward(rows: int, weight: Tensor, grid: Grid | None, partial_row
             return grad, None
         partial = empty(grad.meter, (count, columns), summed_dtype)
         total = empty(grad.meter, (columns,), summed_dtype)
-        inside = workspace(grad.meter, *(row_sum(columns, count, grid) if grid is not None else ()))
-        del inside, partial
+        workspace(grad.meter, *(row_sum(columns, count, grid) if grid is not None else ()))
+        del partial
         return grad, cast(total, dtype)
 
     return rule

@@ -20,9 +20,9 @@ ROUNDED = (1.0, 1.005, 1.04)
 # Gaps that C++ objects leave in a heap that is kept, in blocks as large as its largest: a hole that
 # is cut by a few bytes does not take the next one (bench/kept_heap.py, docs/LOG.md).
 SCATTERED = (0, 4, 8)
-# The most that they leave, as a share of a heap of many small blocks: the demo's, whose largest one
-# is a fortieth of its heap, kept 0.6 of it beside the tensors (docs/LOG.md).
-SCATTERED_MOST = 0.7
+# At least this share of the heap: the demo's, whose largest block is a fortieth of it, kept 0.6
+# beside the tensors (docs/LOG.md).
+SCATTERED_SHARE = (0.0, 0.0, 0.7)
 
 
 def find_process(
@@ -41,9 +41,8 @@ def find_process(
     def train(place: int) -> int:
         tensors = round(peak * ROUNDED[place])
         if held is not None:
-            gaps = SCATTERED[place] * held.largest
-            if place == len(SCATTERED) - 1:
-                gaps = max(gaps, round(SCATTERED_MOST * held.heap))
+            share = round(SCATTERED_SHARE[place] * held.heap)
+            gaps = max(SCATTERED[place] * held.largest, share)
             tensors = max(held.heap + held.mapped + gaps, tensors) if place else tensors
         return imports[place] + working[place] + tensors
 

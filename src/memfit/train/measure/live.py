@@ -37,7 +37,7 @@ class Inside(NamedTuple):
     lasting: tuple[int, ...] = ()  # after its results, and never freed
 
 
-Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any]], "Inside | None"]
+Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any]], Inside | None]
 Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]  # the outputs of one operator
 
 CUBLAS = "cublasSetWorkspace"  # the name under which what a product's handle keeps is recorded
