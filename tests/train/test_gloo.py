@@ -1,12 +1,16 @@
 """What gloo holds is taken out of a count, however late another rank comes to a collective."""
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
+from torch.distributed.tensor import placement_types
+from torch.distributed.tensor.parallel import loss
 
 from memfit.train.distributed import gloo
 
@@ -63,3 +67,12 @@ def test_what_is_never_let_go_is_said(monkeypatch):
     gloo._wait_until_let_go([tensor], [users])
     with pytest.warns(UserWarning, match="more is counted than is held"):
         gloo._wait_until_let_go([tensor], [users - 1])
+
+
+def test_every_collective_that_dtensor_calls_is_waited_for():
+    """An input that gloo's thread still holds would count as alive in what follows."""
+    called = set()
+    for module in (placement_types, loss):
+        called |= set(re.findall(r"\bfuncol\.([a-z_0-9]+)\(", inspect.getsource(module)))
+    assert len(called) >= 3
+    assert called <= {*gloo.FUNCTIONAL, "wait_tensor"}

@@ -24,8 +24,12 @@ COLLECTIVES = (
     "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",
     "reduce_scatter_tensor", "all_reduce", "broadcast", "all_to_all_single",
 )  # fmt: skip
-# that DTensor calls (norms, whole weights) and torch's ring (keys, values and their gradients)
-FUNCTIONAL = ("all_reduce", "all_gather_tensor", "all_gather_single", "permute_tensor")
+# that DTensor calls (norms, whole weights, shared rows) and torch's ring (keys, values and their
+# gradients)
+FUNCTIONAL = (
+    "all_reduce", "all_gather_tensor", "all_gather_single", "reduce_scatter_tensor",
+    "reduce_scatter_single", "permute_tensor",
+)  # fmt: skip
 # seconds that gloo's thread is given to let go of a tensor: where a machine has much other work
 # it may not run for some, and a buffer that it still holds would count as alive in what follows
 LONGEST = 60.0
