@@ -323,3 +323,98 @@ def test_a_run_learns_what_transformers_masks(packing, with_template, tmp_path):
         total += float(cross_entropy(logits, labels[1:], reduction="sum").detach())
         count += int((labels[1:] != -100).sum())
     assert run.losses[0][1] == pytest.approx(total / count, rel=1e-5)
+
+
+WITH_TOOLS = (
+    "{% if tools %}<|tools|>{{ tools | tojson }}{% endif %}{{ mood or '' }}"
+    + PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}")
+)
+TOOLS = [{"type": "function", "function": {"name": "blend", "parameters": {"type": "object"}}}]
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "blend", "arguments": {"a": "red"}}}],
+}
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, "{{ tools | tojson if tools }}" + MARKED],
+                         ids=["compared", "marked"])  # fmt: skip
+@pytest.mark.parametrize("written", [TOOLS, json.dumps(TOOLS)], ids=["list", "JSON"])
+def test_tools_stand_where_the_template_puts_them(template, written, with_template, read):
+    tokenizer = with_template(template)
+    beside = {"tools": written, "chat_template_kwargs": {"mood": "calm"}}
+    whole = tokenizer.wrapped.apply_chat_template(TALK, tools=TOOLS, mood="calm", tokenize=False)
+    assert "blend" in whole
+    ((ids, flags),) = documents(read([{"messages": TALK, **beside}], tokenizer))
+    assert tokenizer.wrapped.decode(ids) == whole
+    learned = [i for i, flag in zip(ids, flags, strict=True) if flag]
+    assert tokenizer.wrapped.decode(learned) == "Blue.<|endoftext|>Green.<|endoftext|>"
+    pair = {"prompt": ONE[:1], "chosen": ONE[1:], "rejected": TALK[-1:], **beside}
+    for ids, _ in documents(read([pair], tokenizer, "dpo")):
+        assert "blend" in tokenizer.wrapped.decode(ids)
+
+
+def test_tools_that_are_no_list_are_refused_by_name(with_template, read):
+    for wrong in ("not JSON", "{}", 7):
+        with pytest.raises(InvalidRequest, match=r"line 1: `tools` is a"):
+            read([{"messages": ONE, "tools": wrong}], with_template(PLAIN))
+
+
+def test_a_message_that_calls_a_tool_needs_no_content(with_template, read, tmp_path):
+    tokenizer = with_template(WITH_TOOLS)
+    talk = [*ONE[:1], CALL, {"role": "tool", "content": "pink"}, ONE[1]]
+    (found,) = documents(read([{"messages": talk}], tokenizer))
+    (wanted,) = documents(read([{"messages": [talk[0], {**CALL, "content": None}, *talk[2:]]}],
+                               tokenizer))  # fmt: skip
+    assert found == wanted
+    other = json.loads(json.dumps(talk).replace('"a": "red"', '"b": 1'))
+    table = pyarrow.Table.from_pylist([{"messages": talk}, {"messages": other}])  # fills up a and b
+    pyarrow.parquet.write_table(table, tmp_path / "calls.parquet")
+    sources = find_sources(str(tmp_path / "calls.parquet"))
+    first, second = documents(read_corpus(sources, tokenizer, "sft", tmp_path / "cache"))
+    assert first == found
+    assert '{"b": 1}' in tokenizer.wrapped.decode(second[0])
+
+
+def test_an_answer_of_weight_0_is_not_learned(with_template, read):
+    for template in (PLAIN, MARKED):
+        tokenizer = with_template(template)
+        talk = [*TALK[:2], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
+        ((ids, flags),) = documents(read([{"messages": talk}], tokenizer))
+        learned = [i for i, flag in zip(ids, flags, strict=True) if flag]
+        assert tokenizer.wrapped.decode(learned) == "Green.<|endoftext|>"
+        with pytest.raises(InvalidRequest, match=r"`messages\[1\].weight` is 0.5"):
+            read([{"messages": [ONE[0], {**ONE[1], "weight": 0.5}]}], tokenizer)
+
+
+BESIDE = {
+    "sharegpt": {
+        "system": "Be brief.",
+        "conversations": [
+            {"from": "human", "value": "Name a colour."}, {"from": "gpt", "value": "Blue."},
+            {"from": "human", "value": "Another?"}, {"from": "gpt", "value": "Green."},
+        ],
+    },
+    "alpaca": {
+        "system": "Be brief.", "history": [["Name a colour.", "Blue."]],
+        "instruction": "Another?", "output": "Green.",
+    },
+    "messages": {"system": "Be brief.", "messages": TALK[1:]},
+    "its own first": {"system": "Be long.", "messages": TALK},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("record", BESIDE.values(), ids=BESIDE)
+def test_a_system_prompt_and_a_history_beside_a_turn_are_read(record, plain, with_template, read):
+    tokenizer = with_template(PLAIN)
+    (found,) = documents(read([record], tokenizer))
+    (wanted,) = documents(read([{"messages": TALK}], tokenizer))
+    assert found == wanted
+    if "history" in record:
+        with pytest.raises(InvalidRequest, match="has a `history`, and the tokenizer has no"):
+            read([record], plain)
+
+
+def test_data_of_empty_lines_has_no_examples(plain, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    with pytest.raises(InvalidRequest, match=r"empty\.jsonl`: no examples are in the data"):
+        read_corpus(find_sources(str(tmp_path / "empty.jsonl")), plain, "sft", tmp_path / "cache")

@@ -9,18 +9,24 @@ Formats differ by their keys, of which a record needs one of these sets:
     chosen, rejected (, prompt)    two answers, the preferred one first; texts, or lists of messages
     text                           a text
 
+Beside messages stand `tools` (a list, or its JSON) and `chat_template_kwargs`, which the chat
+template is given, as TRL gives them; beside `messages`, `conversations` and `instruction` a
+`system` text, and beside `instruction` a `history` of pairs, as of LLaMA-Factory. An answer of
+`weight: 0` is not learned.
+
 Under an objective that rates answers a record needs `prompt`, `completion` and `label` (true or
 false), or is a pair, of which the preferred answer is desirable and the other one is not.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import find_objective
-from memfit.train.data.tokenizer import Tokenizer
+from memfit.train.data.tokenizer import Talk, Tokenizer
 
 COLUMNS = (
     "`text`, `messages`, `conversations`, `instruction` with `output`, `prompt` with `completion`;"
@@ -29,7 +35,7 @@ COLUMNS = (
 )
 KEYS = (
     "text", "messages", "conversations", "instruction", "input", "output", "prompt", "completion",
-    "chosen", "rejected", "label",
+    "chosen", "rejected", "label", "system", "history", "tools", "chat_template_kwargs",
 )  # fmt: skip
 ROLES = {  # of ShareGPT's files
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
@@ -54,6 +60,7 @@ class Dialogue(NamedTuple):
     messages: list[Message]
     first: int = 0
     desirable: bool = False  # of a rated answer
+    given: Mapping[str, Any] = {}  # what the chat template has besides, such as tools
 
 
 class Written(NamedTuple):
@@ -121,7 +128,7 @@ def render(contents: Sequence[tuple[Content, str]], tokenizer: Tokenizer) -> lis
     """
     talks = [content for content, _ in contents if isinstance(content, Dialogue)]
     try:
-        rendered = iter(tokenizer.chat_many([(t.messages, t.first) for t in talks]))
+        rendered = iter(tokenizer.chat_many([Talk(t.messages, t.first, t.given) for t in talks]))
     except Exception:  # templates raise anything; the one whose conversation it is has a name
         rendered = (_chat(content, place, tokenizer) for content, place in contents
                     if isinstance(content, Dialogue))  # fmt: skip
@@ -141,7 +148,7 @@ def render(contents: Sequence[tuple[Content, str]], tokenizer: Tokenizer) -> lis
 
 def _chat(talk: Dialogue, place: str, tokenizer: Tokenizer) -> tuple[str, list[tuple[int, int]]]:
     try:
-        return tokenizer.chat(talk.messages, talk.first)
+        return tokenizer.chat(talk.messages, talk.first, talk.given)
     except InvalidRequest as error:
         raise InvalidRequest(f"{place}: {error.message}", hint=error.hint) from None
 
@@ -190,9 +197,9 @@ def refuse_columns(place: str, names: Sequence[str]) -> NoReturn:
 def _content(record: Mapping[str, Any], place: str, tokenizer: Tokenizer | None) -> Content:
     """What one record says."""
     if _has(record, "messages"):
-        return Dialogue(read_messages(record["messages"], place, "messages"))
+        return _talk(record, read_messages(record["messages"], place, "messages"), place)
     if _has(record, "conversations"):
-        return Dialogue(_sharegpt(record["conversations"], place))
+        return _talk(record, _sharegpt(record["conversations"], place), place)
     if _has(record, "instruction", "output"):
         return _alpaca(record, place, tokenizer)
     if _has(record, "prompt", "completion"):
@@ -215,8 +222,10 @@ def _pair(record: Mapping[str, Any], place: str) -> tuple[Content, Content]:
         chosen, rejected = (
             read_messages(record[name], place, name) for name in ("chosen", "rejected")
         )  # fmt: skip
-        alike = _count_alike(chosen, rejected)
-        pair: tuple[Content, Content] = Dialogue(chosen, alike), Dialogue(rejected, alike)
+        alike, given = _count_alike(chosen, rejected), read_given(record, place)
+        pair: tuple[Content, Content] = (
+            Dialogue(chosen, alike, given=given), Dialogue(rejected, alike, given=given),
+        )  # fmt: skip
     else:
         pair = _answered(record, "chosen", place), _answered(record, "rejected", place)
     if pair[0] == pair[1]:
@@ -240,7 +249,32 @@ def _answered(record: Mapping[str, Any], key: str, place: str) -> Content:
     answer = read_messages(record[key], place, key)
     if answer[: len(prompt)] == prompt:  # some files repeat the prompt in each answer
         answer = answer[len(prompt) :]
-    return Dialogue([*prompt, *answer], len(prompt))
+    return Dialogue([*prompt, *answer], len(prompt), given=read_given(record, place))
+
+
+def _talk(record: Mapping[str, Any], messages: list[Message], place: str) -> Dialogue:
+    """A conversation with what stands beside it in its record."""
+    if record.get("system") and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": _text(record, "system", place)}, *messages]
+    return Dialogue(messages, given=read_given(record, place))
+
+
+def read_given(record: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """What the chat template is given beside a record's messages: `tools`, a list or its JSON, and
+    what `chat_template_kwargs` holds. Raises InvalidRequest, naming the field, for another type."""
+    tools, more = record.get("tools"), record.get("chat_template_kwargs") or {}
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "[]")
+        except ValueError:
+            _refuse(f"{place}: `tools` is a text, and no JSON", "write a list of descriptions")
+    for name, value, kind in (
+        ("tools", [] if tools is None else tools, list),
+        ("chat_template_kwargs", more, dict),
+    ):
+        if not isinstance(value, kind):
+            _refuse(f"{place}: `{name}` is a {type(value).__name__}, not a {kind.__name__}")
+    return {**more, "tools": tools} if tools else dict(more)
 
 
 def _alpaca(record: Mapping[str, Any], place: str, tokenizer: Tokenizer | None) -> Content:
@@ -248,11 +282,28 @@ def _alpaca(record: Mapping[str, Any], place: str, tokenizer: Tokenizer | None) 
     task, answer = _text(record, "instruction", place), _text(record, "output", place)
     more = _text(record, "input", place) if record.get("input") else ""
     question = f"{task}\n\n{more}" if more else task
+    turns = [*_history(record, place), (question, answer)]
     if tokenizer is None or not tokenizer.wrapped.chat_template:
-        return Written(f"{question}\n\n", answer)
-    return Dialogue(
-        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    )
+        if len(turns) > 1 and tokenizer is not None:
+            _refuse(
+                f"{place} has a `history`, and the tokenizer has no chat template to write it by",
+                "name one, `--set task.chat_template=FILE.jinja`",
+            )
+        opening = [_text(record, "system", place)] if record.get("system") else []
+        return Written("".join(f"{text}\n\n" for text in (*opening, question)), answer)
+    roles = ("user", "assistant")
+    said = [{"role": r, "content": c} for turn in turns for r, c in zip(roles, turn, strict=True)]
+    return _talk(record, said, place)
+
+
+def _history(record: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
+    """The turns before an instruction, pairs of what was asked and answered."""
+    turns = record.get("history") or []
+    for index, turn in enumerate(turns if isinstance(turns, list) else [turns]):
+        if not (isinstance(turn, list) and len(turn) == 2):
+            _refuse(f"{place}: `history` is no list of pairs", 'for example [["Hi", "Hello"]]')
+        asked, answered = (_string(said, place, f"history[{index}]") for said in turn)
+        yield asked, answered
 
 
 def _sharegpt(value: object, place: str) -> list[Message]:
@@ -271,7 +322,9 @@ def _sharegpt(value: object, place: str) -> list[Message]:
                 f"known: {', '.join(ROLES)}",
             )
         content = _string(turn.get("value"), place, f"{name}.value")
-        found.append({"role": ROLES[speaker.lower()], "content": content})
+        weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
+        found.append({"role": ROLES[speaker.lower()], "content": content, **weight})
+        _check_weight(turn, place, name)
     return found
 
 
@@ -282,8 +335,9 @@ def read_messages(value: object, place: str, key: str) -> list[Message]:
         name = f"{key}[{index}]"
         if not isinstance(turn, dict):
             _refuse(f"{place}: `{name}` is a {type(turn).__name__}, not an object")
+        _check_weight(turn, place, name)
         for field in ("role", "content"):
-            if field not in turn:
+            if field not in turn and not (field == "content" and _only_calls(turn)):
                 _refuse(f"{place}: `{name}` has no `{field}`: it holds {_held(turn)}")
             if not (field == "content" and _only_calls(turn)):
                 _string(turn[field], place, f"{name}.{field}")
@@ -292,8 +346,15 @@ def read_messages(value: object, place: str, key: str) -> list[Message]:
     return [{"content": ""} | turn for turn in found]
 
 
+def _check_weight(turn: Mapping[str, Any], place: str, name: str) -> None:
+    """OpenAI's files say with it whether an answer is learned."""
+    if (weight := turn.get("weight")) is not None and weight not in (0, 1):
+        _refuse(f"{place}: `{name}.weight` is {weight!r}", "0 does not learn an answer, 1 does")
+
+
 def _only_calls(turn: Mapping[str, Any]) -> bool:
-    """Whether a message says nothing and calls tools: OpenAI's format has null for its content."""
+    """Whether a message says nothing and calls tools: OpenAI's format has null for its content,
+    or none."""
     return turn.get("content") is None and bool(turn.get("tool_calls"))
 
 

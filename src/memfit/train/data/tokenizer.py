@@ -17,8 +17,28 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # of transformers alone
 END_OF_TEXT = "<|endoftext|>"
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-Talk = tuple[Sequence[Mapping[str, Any]], int]  # messages; the first whose answers count
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
+
+
+class Talk(NamedTuple):
+    """A conversation that is to be written by the chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+    first: int = 0  # the first message whose answers count
+    given: Mapping[str, Any] = {}  # what the template has besides, such as tools
+
+    @property
+    def answers(self) -> list[int]:
+        """Which messages are an assistant's."""
+        return [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+
+    def counts(self, at: int) -> bool:
+        """Whether that answer is learned; a `weight` of 0 says that it is not."""
+        return at >= self.first and bool(self.messages[at].get("weight", 1))
+
+    def cut(self, stop: int) -> Talk:
+        """The messages before that one."""
+        return self._replace(messages=self.messages[:stop])
 
 
 class Chat(NamedTuple):
@@ -131,20 +151,27 @@ class Tokenizer:
         """The text of the ids, special tokens left out."""
         return str(self.wrapped.decode(list(ids), skip_special_tokens=True))
 
-    def ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def ask(
+        self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any] | None = None
+    ) -> str:
         """The messages by the chat template, with the header of an answer to come.
+
+        given: what the template has besides, such as `tools`.
 
         Raises InvalidRequest: no chat template, messages that the template refuses.
         """
         self._check_template("prompts that are text")
-        return self._render([messages], prompt=True)[0]
+        return self._render([Talk(messages, 0, given or {})], prompt=True)[0]
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], first: int = 0
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        first: int = 0,
+        given: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text by the chat template, and the characters assistants wrote.
 
-        Only answers from message `first` on count. Where the template marks what is generated
+        Only answers from message `first` on count, and none of `weight: 0`. Where the template marks what is generated
         (`{% generation %}`), it says itself what that is. Else an answer is what the template adds
         to the conversation before it and its generation prompt, so its end-of-turn mark is learned
         and its header is not.
@@ -152,30 +179,25 @@ class Tokenizer:
         Raises InvalidRequest: no chat template; messages that the template refuses; a template
         that rewrites earlier turns, so that answers cannot be located.
         """
-        return self.chat_many([(messages, first)])[0]
+        return self.chat_many([Talk(messages, first, given or {})])[0]
 
     def chat_many(self, talks: Sequence[Talk]) -> list[tuple[str, list[tuple[int, int]]]]:
         """Of each conversation what `chat` says of it; the template is called for all at once."""
         if not talks:
             return []
         self._check_template("`prompt` and `completion`")
-        wholes = self._render([messages for messages, _ in talks], prompt=False)
+        wholes = self._render(talks, prompt=False)
         if self.chat_settings.learns == "all":
             return [(whole, [(0, len(whole))]) for whole in wholes]
         if self.chat_settings.learns == "last-answer":
-            talks = [(messages, max(first, _find_last(messages))) for messages, first in talks]
+            talks = [t._replace(first=max(t.first, *t.answers[-1:], 0)) for t in talks]
         if GENERATION.search(self.wrapped.get_chat_template()):
             return list(zip(wholes, self._marked(talks, wholes), strict=True))
-        answers = [
-            (number, i)
-            for number, (messages, first) in enumerate(talks)
-            for i, message in enumerate(messages)
-            if message["role"] == "assistant" and i >= first
-        ]
-        befores = self._render([talks[n][0][:i] for n, i in answers], prompt=True)
+        answers = [(n, i) for n, talk in enumerate(talks) for i in talk.answers if talk.counts(i)]
+        befores = self._render([talks[n].cut(i) for n, i in answers], prompt=True)
         # the last message's answer ends where the conversation does
-        ends = {at: len(talks[at[0]][0]) == at[1] + 1 for at in answers}
-        inner = [talks[n][0][: i + 1] for n, i in answers if not ends[n, i]]
+        ends = {(n, i): len(talks[n].messages) == i + 1 for n, i in answers}
+        inner = [talks[n].cut(i + 1) for n, i in answers if not ends[n, i]]
         afters = iter(self._render(inner, prompt=False))
         spans: list[list[tuple[int, int]]] = [[] for _ in talks]
         for at, before in zip(answers, befores, strict=True):
@@ -202,43 +224,47 @@ class Tokenizer:
         """What the template's own marks say is generated, from each talk's first message on."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, marks = render_jinja_template(
-            [[dict(m) for m in messages] for messages, _ in talks],
-            chat_template=self.wrapped.get_chat_template(),
-            return_assistant_tokens_mask=True,
-            **self.wrapped.special_tokens_map,
-        )
         spans = []
-        for (messages, first), whole, text, found in zip(talks, wholes, texts, marks, strict=True):
-            answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        for talk, whole in zip(talks, wholes, strict=True):
+            (text,), (found,) = render_jinja_template(
+                [[dict(m) for m in talk.messages]],
+                chat_template=self.wrapped.get_chat_template(),
+                return_assistant_tokens_mask=True,
+                **{**self.wrapped.special_tokens_map, **talk.given},
+            )
+            answers = talk.answers
             if text != whole or len(found) != len(answers):
                 raise InvalidRequest(
                     f"the chat template of `{self.source}` marks {len(found)} answers as generated,"
                     f" and the conversation has {len(answers)}",
                     hint="keep one answer, the last message, in each conversation",
                 )
-            spans.append([tuple(s) for i, s in zip(answers, found, strict=True) if i >= first])
+            counted = zip(answers, found, strict=True)
+            spans.append([tuple(span) for i, span in counted if talk.counts(i)])
         return spans
 
-    def _render(self, talks: Sequence[Sequence[Mapping[str, Any]]], *, prompt: bool) -> list[str]:
+    def _render(self, talks: Sequence[Talk], *, prompt: bool) -> list[str]:
         from jinja2 import TemplateError
 
         if not talks:
             return []
         try:
-            plain = all(_is_plain_message(m) for messages in talks for m in messages)
+            plain = all(_is_plain_message(m) for talk in talks for m in talk.messages)
             template = self._compile() if plain else None
             if template is not None:
-                return [template(messages, prompt) for messages in talks]
-            found = self.wrapped.apply_chat_template(
-                [[dict(m) for m in messages] for messages in talks],
-                tokenize=False, add_generation_prompt=prompt,
-            )  # fmt: skip
+                return [template(talk, prompt) for talk in talks]
+            found = [
+                self.wrapped.apply_chat_template(
+                    [dict(m) for m in talk.messages],
+                    **{**talk.given, "tokenize": False, "add_generation_prompt": prompt},
+                )
+                for talk in talks
+            ]
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}") from None
         return [str(text) for text in found]
 
-    def _compile(self) -> Callable[[Sequence[Mapping[str, Any]], bool], str] | None:
+    def _compile(self) -> Callable[[Talk, bool], str] | None:
         """The chat template as transformers compiles it; None where it does so in another way.
 
         Of messages that are a role and a content it is what `apply_chat_template` calls, without
@@ -252,13 +278,11 @@ class Tokenizer:
             return None
         template = compile_template(self.wrapped.get_chat_template())
 
-        def render(messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+        def render(talk: Talk, prompt: bool) -> str:
+            own = {"messages": talk.messages, "add_generation_prompt": prompt}
             return str(
-                template.render(
-                    messages=messages, tools=None, documents=None, add_generation_prompt=prompt,
-                    **known,
-                )
-            )  # fmt: skip
+                template.render({"tools": None, "documents": None, **known, **talk.given, **own})
+            )
 
         return render
 
@@ -274,11 +298,6 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write a folder that `AutoTokenizer.from_pretrained` loads."""
         self.wrapped.save_pretrained(str(folder))
-
-
-def _find_last(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Where the last answer of a conversation stands; 0 where there is none."""
-    return max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
 
 
 def read_template(stated: str) -> str:

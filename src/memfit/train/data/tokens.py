@@ -37,7 +37,7 @@ from memfit.train.data.shards.split import SHARD, split
 from memfit.train.data.shards.workers import start_workers
 from memfit.train.data.tokenizer import Tokenizer
 
-FORMAT = 2  # part of the key: another way to tokenise or to store makes another cache
+FORMAT = 3  # part of the key: another way to tokenise or to store makes another cache
 
 MUCH = 64 * units.MIB  # bytes of data that take a while
 INTERVAL = 30.0  # seconds between two words of how far it is
@@ -213,6 +213,9 @@ def _make(
                 for _ in workers.run(shards, making.find_parts(), making.shards):
                     making.append_part()
                     progress.look()
+        if not making.documents:
+            names = ", ".join(f"`{source.path}`" for source in sources.files[:3])
+            raise InvalidRequest(f"{names}: no examples are in the data", hint="name other data")
         making.finish({"format": FORMAT})
         shutil.rmtree(folder, ignore_errors=True)  # damaged: it would be in the way
         temporary.rename(folder)

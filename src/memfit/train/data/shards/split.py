@@ -30,6 +30,7 @@ from memfit.train.data.tokenizer import Tokenizer
 SHARD = 4 * MIB  # bytes
 PIECE = MIB  # characters: a longer text is encoded in pieces, or it would fill memory
 LEARNED = 64 * KIB  # characters of a text that a tokenizer learns from at a time
+TALKS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 ROWS = 1024  # of a table, at most, that are read at once
 Records = Iterator[tuple[str, Mapping[str, Any]]]
 
@@ -103,8 +104,27 @@ class Table(NamedTuple):
                     kind = "CSV" if self.path.suffix.lower() in (".csv", ".tsv") else "parquet"
                     _refuse_table(self.path, kind, error)
                 for record in records:
-                    yield f"`{self.path}` row {row}", record
+                    yield f"`{self.path}` row {row}", _leave_out_filled(record)
                     row += 1
+
+
+def _leave_out_filled(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without what a table fills up in the arguments of calls and in tools, where only other rows
+    have such a key (`remove_none_values` of TRL)."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: walk(held) for key, held in value.items() if held is not None}
+        return [walk(held) for held in value] if isinstance(value, list) else value
+
+    def walk_message(message: Any) -> Any:  # whose own keys `read_messages` looks at
+        whole = isinstance(message, dict)
+        return {key: walk(held) for key, held in message.items()} if whole else walk(message)
+
+    return {
+        key: [walk_message(m) for m in value] if key in TALKS and isinstance(value, list) else value
+        for key, value in record.items()
+    }
 
 
 Item = Text | Lines | Table
