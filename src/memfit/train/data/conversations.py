@@ -10,7 +10,7 @@ Formats differ by their keys, of which a record needs one of these sets:
     text                           a text
 
 Beside messages stand `tools` (a list, or its JSON) and `chat_template_kwargs`, which the chat
-template is given, as TRL gives them; beside `messages`, `conversations` and `instruction` a
+template receives, as it does of TRL; beside `messages`, `conversations` and `instruction` a
 `system` text, and beside `instruction` a `history` of pairs, as of LLaMA-Factory. An answer of
 `weight: 0` is not learned.
 
@@ -60,7 +60,7 @@ class Dialogue(NamedTuple):
     messages: list[Message]
     first: int = 0
     desirable: bool = False  # of a rated answer
-    given: Mapping[str, Any] = {}  # what the chat template has besides, such as tools
+    extras: Mapping[str, Any] = {}  # what the chat template has besides, such as tools
 
 
 class Written(NamedTuple):
@@ -128,7 +128,7 @@ def render(contents: Sequence[tuple[Content, str]], tokenizer: Tokenizer) -> lis
     """
     talks = [content for content, _ in contents if isinstance(content, Dialogue)]
     try:
-        rendered = iter(tokenizer.chat_many([Talk(t.messages, t.first, t.given) for t in talks]))
+        rendered = iter(tokenizer.chat_many([Talk(t.messages, t.first, t.extras) for t in talks]))
     except Exception:  # templates raise anything; the one whose conversation it is has a name
         rendered = (_chat(content, place, tokenizer) for content, place in contents
                     if isinstance(content, Dialogue))  # fmt: skip
@@ -148,7 +148,7 @@ def render(contents: Sequence[tuple[Content, str]], tokenizer: Tokenizer) -> lis
 
 def _chat(talk: Dialogue, place: str, tokenizer: Tokenizer) -> tuple[str, list[tuple[int, int]]]:
     try:
-        return tokenizer.chat(talk.messages, talk.first, talk.given)
+        return tokenizer.chat(talk.messages, talk.first, talk.extras)
     except InvalidRequest as error:
         raise InvalidRequest(f"{place}: {error.message}", hint=error.hint) from None
 
@@ -222,9 +222,9 @@ def _pair(record: Mapping[str, Any], place: str) -> tuple[Content, Content]:
         chosen, rejected = (
             read_messages(record[name], place, name) for name in ("chosen", "rejected")
         )  # fmt: skip
-        alike, given = _count_alike(chosen, rejected), read_given(record, place)
+        alike, extras = _count_alike(chosen, rejected), read_extras(record, place)
         pair: tuple[Content, Content] = (
-            Dialogue(chosen, alike, given=given), Dialogue(rejected, alike, given=given),
+            Dialogue(chosen, alike, extras=extras), Dialogue(rejected, alike, extras=extras),
         )  # fmt: skip
     else:
         pair = _answered(record, "chosen", place), _answered(record, "rejected", place)
@@ -249,18 +249,18 @@ def _answered(record: Mapping[str, Any], key: str, place: str) -> Content:
     answer = read_messages(record[key], place, key)
     if answer[: len(prompt)] == prompt:  # some files repeat the prompt in each answer
         answer = answer[len(prompt) :]
-    return Dialogue([*prompt, *answer], len(prompt), given=read_given(record, place))
+    return Dialogue([*prompt, *answer], len(prompt), extras=read_extras(record, place))
 
 
 def _talk(record: Mapping[str, Any], messages: list[Message], place: str) -> Dialogue:
     """A conversation with what stands beside it in its record."""
     if record.get("system") and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": _text(record, "system", place)}, *messages]
-    return Dialogue(messages, given=read_given(record, place))
+    return Dialogue(messages, extras=read_extras(record, place))
 
 
-def read_given(record: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """What the chat template is given beside a record's messages: `tools`, a list or its JSON, and
+def read_extras(record: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """What the chat template receives beside a record's messages: `tools`, a list or its JSON, and
     what `chat_template_kwargs` holds. Raises InvalidRequest, naming the field, for another type."""
     tools, more = record.get("tools"), record.get("chat_template_kwargs") or {}
     if isinstance(tools, str):
@@ -292,18 +292,20 @@ def _alpaca(record: Mapping[str, Any], place: str, tokenizer: Tokenizer | None) 
         opening = [_text(record, "system", place)] if record.get("system") else []
         return Written("".join(f"{text}\n\n" for text in (*opening, question)), answer)
     roles = ("user", "assistant")
-    said = [{"role": r, "content": c} for turn in turns for r, c in zip(roles, turn, strict=True)]
-    return _talk(record, said, place)
+    messages = [
+        {"role": r, "content": c} for turn in turns for r, c in zip(roles, turn, strict=True)
+    ]
+    return _talk(record, messages, place)
 
 
 def _history(record: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
-    """The turns before an instruction, pairs of what was asked and answered."""
+    """The turns before an instruction, pairs of a question and its answer."""
     turns = record.get("history") or []
     for index, turn in enumerate(turns if isinstance(turns, list) else [turns]):
         if not (isinstance(turn, list) and len(turn) == 2):
             _refuse(f"{place}: `history` is no list of pairs", 'for example [["Hi", "Hello"]]')
-        asked, answered = (_string(said, place, f"history[{index}]") for said in turn)
-        yield asked, answered
+        question, answer = (_string(text, place, f"history[{index}]") for text in turn)
+        yield question, answer
 
 
 def _sharegpt(value: object, place: str) -> list[Message]:

@@ -25,7 +25,7 @@ class Talk(NamedTuple):
 
     messages: Sequence[Mapping[str, Any]]
     first: int = 0  # the first message whose answers count
-    given: Mapping[str, Any] = {}  # what the template has besides, such as tools
+    extras: Mapping[str, Any] = {}  # what the template has besides, such as tools
 
     @property
     def answers(self) -> list[int]:
@@ -152,34 +152,34 @@ class Tokenizer:
         return str(self.wrapped.decode(list(ids), skip_special_tokens=True))
 
     def ask(
-        self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any] | None = None
+        self, messages: Sequence[Mapping[str, Any]], extras: Mapping[str, Any] | None = None
     ) -> str:
         """The messages by the chat template, with the header of an answer to come.
 
-        given: what the template has besides, such as `tools`.
+        extras: what the template has besides, such as `tools`.
 
         Raises InvalidRequest: no chat template, messages that the template refuses.
         """
         self._check_template("prompts that are text")
-        return self._render([Talk(messages, 0, given or {})], prompt=True)[0]
+        return self._render([Talk(messages, 0, extras or {})], prompt=True)[0]
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         first: int = 0,
-        given: Mapping[str, Any] | None = None,
+        extras: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text by the chat template, and the characters assistants wrote.
 
-        Only answers from message `first` on count, and none of `weight: 0`. Where the template marks what is generated
-        (`{% generation %}`), it says itself what that is. Else an answer is what the template adds
-        to the conversation before it and its generation prompt, so its end-of-turn mark is learned
-        and its header is not.
+        Only answers from message `first` on count, and none of `weight: 0`. Where the template
+        marks what is generated (`{% generation %}`), it says itself what that is. Else an answer
+        is what the template adds to the conversation before it and its generation prompt, so its
+        end-of-turn mark is learned and its header is not.
 
         Raises InvalidRequest: no chat template; messages that the template refuses; a template
         that rewrites earlier turns, so that answers cannot be located.
         """
-        return self.chat_many([Talk(messages, first, given or {})])[0]
+        return self.chat_many([Talk(messages, first, extras or {})])[0]
 
     def chat_many(self, talks: Sequence[Talk]) -> list[tuple[str, list[tuple[int, int]]]]:
         """Of each conversation what `chat` says of it; the template is called for all at once."""
@@ -230,7 +230,7 @@ class Tokenizer:
                 [[dict(m) for m in talk.messages]],
                 chat_template=self.wrapped.get_chat_template(),
                 return_assistant_tokens_mask=True,
-                **{**self.wrapped.special_tokens_map, **talk.given},
+                **{**self.wrapped.special_tokens_map, **talk.extras},
             )
             answers = talk.answers
             if text != whole or len(found) != len(answers):
@@ -256,7 +256,7 @@ class Tokenizer:
             found = [
                 self.wrapped.apply_chat_template(
                     [dict(m) for m in talk.messages],
-                    **{**talk.given, "tokenize": False, "add_generation_prompt": prompt},
+                    **{**talk.extras, "tokenize": False, "add_generation_prompt": prompt},
                 )
                 for talk in talks
             ]
@@ -281,7 +281,7 @@ class Tokenizer:
         def render(talk: Talk, prompt: bool) -> str:
             own = {"messages": talk.messages, "add_generation_prompt": prompt}
             return str(
-                template.render({"tools": None, "documents": None, **known, **talk.given, **own})
+                template.render({"tools": None, "documents": None, **known, **talk.extras, **own})
             )
 
         return render

@@ -21,7 +21,7 @@ from memfit.records.habits.mixture import Part
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import Rollout
 from memfit.records.shapes import RowBounds, bounds_of
-from memfit.train.data.conversations import read_given, read_messages
+from memfit.train.data.conversations import read_extras, read_messages
 from memfit.train.data.mixture import Turns
 from memfit.train.data.readers import Sources
 from memfit.train.data.shards.split import read_rows
@@ -223,7 +223,7 @@ def _read(record: Mapping[str, Any], place: str, tokenizer: Tokenizer) -> Prompt
             hint="leave it out, or keep it in a column of its own",
         )
     try:
-        text = tokenizer.ask(messages, read_given(record, place))
+        text = tokenizer.ask(messages, read_extras(record, place))
     except InvalidRequest as error:
         raise InvalidRequest(f"{place}: {error.message}", hint=error.hint) from None
     return Prompt(tokenizer.encode(text), {**record, COLUMN_OF_PROMPTS: messages})

@@ -1,5 +1,6 @@
 """Reward functions in their process: what hostile and mistaken ones do, and what is made of it."""
 
+import datetime
 import math
 import os
 import time
@@ -48,10 +49,16 @@ def short(completions, **_):
     return [1.0]
 
 def odd(completions, **_):
-    return [float("nan"), float("inf"), None, True]
+    return [float("nan"), float("inf"), None, True, 10**400]
 
 def words(completions, **_):
     return ["1.0" for _ in completions]
+
+async def later(completions, **_):
+    return [len(c) for c in completions]
+
+def seen(completions, when, **_):
+    return [float(w.startswith("2024-05-06")) for w in when]
 
 def nothing(completions, **_):
     return None
@@ -136,9 +143,18 @@ def test_prints_are_no_answers(ask, capfd):
 
 
 def test_what_is_no_finite_number_is_counted_and_no_reward(ask):
-    found = ask("odd", ["a", "b", "c", "d"])
-    assert found.rewards == (None, None, None, 1.0)
-    assert found.failures == {"not finite": 2}
+    found = ask("odd", ["a", "b", "c", "d", "e"])
+    assert found.rewards == (None, None, None, 1.0, None)
+    assert found.failures == {"not finite": 3}
+
+
+def test_an_asynchronous_function_is_awaited_as_trl_awaits_it(ask):
+    assert ask("later", ["a", "bcd"]).rewards == (1.0, 3.0)
+
+
+def test_a_column_that_json_has_no_word_for_comes_as_its_text(ask):
+    when = [datetime.datetime(2024, 5, 6), datetime.datetime(2023, 5, 6)]  # as parquet has them
+    assert ask("seen", ["a", "b"], when=when).rewards == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ to. A request and an answer are a JSON object a line. What the function prints g
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import resource
@@ -59,11 +60,20 @@ def main() -> None:
     say(ready=True)
     for line in requests:
         try:
-            say(rewards=_plain(judge(**json.loads(line))))
+            say(rewards=_plain(_await(judge(**json.loads(line)))))
         except MemoryError:
             say(failed="memory", because="MemoryError")
         except BaseException as error:  # `sys.exit` ends this request alone
             say(failed="raised", because=describe(error))
+
+
+def _await(rewards: Any) -> Any:
+    """What an asynchronous function, which TRL takes, too, returns in the end."""
+    if not inspect.iscoroutine(rewards):
+        return rewards
+    import asyncio
+
+    return asyncio.run(rewards)
 
 
 def describe(error: BaseException) -> str:

@@ -7,7 +7,6 @@ reward, and is counted. The limits guard against accidents: the code runs as the
 from __future__ import annotations
 
 import json
-import math
 import os
 import select
 import signal
@@ -40,7 +39,7 @@ class Judged(NamedTuple):
 
 def take_finite(values: Sequence[float | None]) -> Judged:
     """Values as rewards: None is none, and one that is not finite counts as a failure, too."""
-    good = [value is None or math.isfinite(value) for value in values]
+    good = [value is None or abs(value) <= sys.float_info.max for value in values]
     rewards = tuple(
         float(value) if fine and value is not None else None
         for value, fine in zip(values, good, strict=True)
@@ -91,7 +90,8 @@ class RewardProcess:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Any],
     ) -> Judged:
-        """Rewards of a batch. columns: lists as long as it, or single numbers.
+        """Rewards of a batch. columns: lists as long as it, or single numbers; what JSON does not
+        have (dates, decimals, bytes) comes to the function as its text.
 
         Where the batch fails as a whole, each answer is judged alone. Raises RunFailed where the
         function raises on every answer, or returns what is no list of as many numbers.
@@ -173,7 +173,7 @@ class RewardProcess:
         self._start()
         until = time.monotonic() + self._seconds
         try:
-            self._send(json.dumps(request).encode() + b"\n", until)
+            self._send(json.dumps(request, default=str).encode() + b"\n", until)
             answer = self._receive(until)
         except _Failed:
             self.stop()
