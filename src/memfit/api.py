@@ -545,16 +545,19 @@ def measure(recipe: Recipe, *, steps: int = 3) -> Run:
 def generate(
     folder: Path, prompt: str, *, tokens: int = 100, temperature: float = 0.8, seed: int = 0,
     top_k: int = 50, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0,
-    stop_words: tuple[str, ...] = (),
+    stop_words: tuple[str, ...] = (), chat: bool = False,
 ) -> str:  # fmt: skip
-    """What the model of a run says after a prompt; a run folder keeps it for its report."""
+    """What the model of a run says after a prompt, or to a user's message (chat); a run folder
+    keeps it for its report."""
     from memfit.train.run import generate as generation
 
     made = generation.generate(
         folder, prompt, max_new_tokens=tokens, temperature=temperature, seed=seed, top_k=top_k,
         top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, stop_words=stop_words,
+        chat=chat,
     )  # fmt: skip
     if (folder / "plan.json").exists():
-        write_atomically(folder / "sample.txt", (prompt + made).encode())
+        between = "\n" if chat else ""
+        write_atomically(folder / "sample.txt", f"{prompt}{between}{made}".encode())
         write_report(folder)
     return made

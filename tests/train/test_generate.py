@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import warnings
 
 import pytest
@@ -131,6 +132,18 @@ def test_generation_is_transformers_own_when_greedy(adapted):
     want = tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
     assert generate(folder, "Chapter 1.", 12, temperature=0) == want
     assert generate(folder / "model", "Chapter 1.", 12, temperature=0) == want
+
+
+def test_a_message_is_answered_by_the_chat_template(adapted, tmp_path):
+    root, _, _ = adapted
+    shutil.copytree(root / "base" / "model", tmp_path, dirs_exist_ok=True)
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        generate(tmp_path, "the cat", 12, chat=True)
+    template = "{% for m in messages %}Chapter {{ m.content }}.{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    want = generate(tmp_path, "Chapter the cat.", 12, temperature=0)
+    assert want != generate(tmp_path, "the cat", 12, temperature=0)
+    assert generate(tmp_path, "the cat", 12, temperature=0, chat=True) == want
 
 
 def test_the_penalty_and_stop_words_of_generation_are_transformers_own(adapted):

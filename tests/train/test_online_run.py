@@ -533,6 +533,7 @@ BAD = {
     ),
     "no template": ({"prompt": [{"role": "user", "content": "Hi"}]}, "has no chat template"),
     "no message": ({"prompt": []}, "`prompt` is empty"),
+    "no token": ({"prompt": ""}, "has no tokens"),
 }  # fmt: skip
 
 
@@ -576,6 +577,7 @@ def test_a_line_of_the_screen_has_reward_and_length():
     moment = Moment(3, -1e-9, 1e-5, 1.0, 100.0, 0, None, reward=0.25, length=7.5)
     assert describe(moment).startswith("reward 0.250  length 7.5  loss 0.0000")
     assert "reward unknown" in describe(moment._replace(reward=None))
+    assert "reward 0.250 (50% without)  length" in describe(moment._replace(unjudged=0.5))
 
 
 @pytest.mark.slow

@@ -204,8 +204,18 @@ def _show(report: Report, folder: Path | None) -> None:
 
     commands = []
     if folder and (folder / "model").exists():
-        commands.append(f'memfit generate {shlex.quote(str(folder))} "Once upon a time"')
+        commands.append(_ask(folder, report))
     show_report(make_console(), report, commands=commands)
+
+
+def _ask(folder: Path, report: Report) -> str:
+    """The command that shows what a run's model says: of one that learned answers to messages, by
+    its chat template."""
+    command = f"memfit generate {shlex.quote(str(folder))}"
+    talks = (folder / "model" / "chat_template.jinja").exists()
+    if talks and report.run is not None and report.run.recipe.objective != "pretrain":
+        return f'{command} --chat "Hello"'
+    return f'{command} "Once upon a time"'
 
 
 @click.command("generate", short_help="Continue a prompt with the model of a run.")
@@ -246,11 +256,15 @@ def _show(report: Report, folder: Path | None) -> None:
     help="Stop behind this text; may be given many times.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Equal seeds, equal text.")
+@click.option(
+    "--chat", is_flag=True, help="PROMPT is a user's message, written by the chat template."
+)
 @output_options
 def generate_command(
     folder: Path,
     prompt: str,
     *,
+    chat: bool,
     as_json: bool,
     quiet: bool,
     **settings: Any,
@@ -259,13 +273,13 @@ def generate_command(
     from memfit import api
 
     del quiet
-    sample = api.generate(folder, prompt, **settings)
+    sample = api.generate(folder, prompt, chat=chat, **settings)
     if as_json:
         print_json({"prompt": prompt, "text": sample})
     else:
         from memfit.screens.widgets.layout import printable
 
-        text = prompt + sample
+        text = sample if chat else prompt + sample
         click.echo(printable(text) if sys.stdout.isatty() else text)
 
 

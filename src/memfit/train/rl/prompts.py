@@ -24,6 +24,7 @@ from memfit.records.shapes import RowBounds, bounds_of
 from memfit.train.data.conversations import read_extras, read_messages
 from memfit.train.data.mixture import Turns
 from memfit.train.data.readers import Sources
+from memfit.train.data.shards.encode import refuse_empty
 from memfit.train.data.shards.split import read_rows
 from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.data.tokens import choose_held_out
@@ -215,7 +216,10 @@ def _read(record: Mapping[str, Any], place: str, tokenizer: Tokenizer) -> Prompt
                 hint="give the column another name",
             )
     if isinstance(prompt, str):
-        return Prompt([*tokenizer.start, *tokenizer.encode(prompt)], record)
+        ids = [*tokenizer.start, *tokenizer.encode(prompt)]
+        if not ids:
+            refuse_empty(place)
+        return Prompt(ids, record)
     messages = read_messages(prompt, place, COLUMN_OF_PROMPTS)
     if messages[-1]["role"] == "assistant":
         raise InvalidRequest(

@@ -52,13 +52,16 @@ def generate(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     stop_words: tuple[str, ...] = (),
+    chat: bool = False,
 ) -> str:
     """The continuation of a prompt, without the prompt; equal arguments give equal text.
 
+    chat: the prompt is a user's message, written by the chat template.
+
     `temperature` 0 takes the likeliest token each time; `top_k` 0 draws from all tokens. Stops at
     the end of text, behind a stop word, or where the model's positions end. Raises InvalidRequest:
-    a setting out of range, no model in the folder, an adapter whose base is gone, a prompt longer
-    than the model's positions.
+    a setting out of range, no model in the folder, an adapter whose base is gone, no chat template,
+    a prompt longer than the model's positions.
     """
     settings = Settings(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -68,8 +71,7 @@ def generate(
     place = find_model_folder(folder)
     tokenizer = read_tokenizer(str(place))
     model = load_model(place)
-    start = list(tokenizer.start) or ([] if tokenizer.end is None or prompt else [tokenizer.end])
-    ids = start + (tokenizer.encode(prompt) if prompt else [])
+    ids = _read_prompt(tokenizer, prompt, chat)
     if not ids:
         raise InvalidRequest("an empty prompt, and the tokenizer has no token to start from")
     limit = int(getattr(model.config, "max_position_embeddings", 0)) or len(ids) + max_new_tokens
@@ -82,6 +84,13 @@ def generate(
     with quick_products(model):
         made = _answer(model, ids, settings, tokenizer)
     return tokenizer.decode(made)
+
+
+def _read_prompt(tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
+    if chat:
+        return tokenizer.encode(tokenizer.ask([{"role": "user", "content": prompt}]))
+    start = list(tokenizer.start) or ([] if tokenizer.end is None or prompt else [tokenizer.end])
+    return start + (tokenizer.encode(prompt) if prompt else [])
 
 
 def _answer(model: Any, ids: list[int], settings: Settings, tokenizer: Tokenizer) -> list[int]:

@@ -486,6 +486,7 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
             reward_accuracy=row.get("reward_accuracy"),
             reward=row.get("reward"),
             length=row.get("length"),
+            unjudged=row.get("unjudged"),
             skipped=session.skipped,
             beside=session.beside.after(step),
         )

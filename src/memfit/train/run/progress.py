@@ -38,6 +38,7 @@ class Moment(NamedTuple):
     reward_accuracy: float | None = None  # share of the step's pairs that are put right
     reward: float | None = None  # mean of the sampled answers
     length: float | None = None  # of these, mean tokens
+    unjudged: float | None = None  # share of them that no function gave a reward
     beside: float = 0.0  # seconds of the evaluations and checkpoints that are still to come
 
 
@@ -173,6 +174,7 @@ def describe(moment: Moment) -> str:
     line = f"loss {round(moment.loss, 4) + 0.0:.4f}"  # a policy's may be just below 0
     if moment.length is not None:
         reward = "unknown" if moment.reward is None else f"{moment.reward:.3f}"
+        reward += f" ({moment.unjudged:.0%} without)" if moment.unjudged else ""
         line = f"reward {reward}  length {moment.length:.1f}  {line}"
     if moment.evaluation_loss is not None:
         line += f"  held-out {moment.evaluation_loss:.4f}"
