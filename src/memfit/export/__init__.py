@@ -19,7 +19,7 @@ from memfit.export.files import Head, render
 from memfit.export.peak import planned
 from memfit.export.settle import settle
 from memfit.export.target import Export, find_target
-from memfit.export.unwritten_keys import find_unwritten
+from memfit.export.unwritten_keys import find_unwritten, find_unwritten_habits
 from memfit.export.unwritten_keys import list_keys as list_keys
 from memfit.export.ways_out import refuse_what_does_not_fit
 from memfit.records import write_atomically
@@ -40,6 +40,8 @@ def export(source: Plan | Request, target: str) -> Export:
     refuse_what_does_not_fit(source, job, found)
     unwritten = find_unwritten(recipe, found.says_of(job)).items()  # but what the tool does anyhow
     left = {**{k: why for k, why in unwritten if k not in draft.becomes}, **draft.left}
+    if "objective" in found.says and not found.schedules:
+        left |= find_unwritten_habits(plan.request)
     peak = planned(plan)
     origin = source.recipe_digest if isinstance(source, Plan) else ""
     check = find_check(job, draft, found, left)

@@ -7,8 +7,9 @@ whole path. Formats are distinguished as by `memfit train`: by the keys of the f
 from __future__ import annotations
 
 import glob
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.json_lists import ListError, find_records, read_list
@@ -17,6 +18,7 @@ from memfit.core.units import MIB
 from memfit.objectives import find_objective
 from memfit.records import Record
 from memfit.records.habits.mixture import read_mixture
+from memfit.records.request import Task
 
 PLACEHOLDER = "YOUR_DATASET"
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -248,3 +250,36 @@ def read_notes(data: Data, objective: str) -> tuple[str, ...]:
     if any(part.kind == "text" for part in data.parts):
         found.append("data: the tool takes each line of a text file for a document of its own")
     return tuple(found)
+
+
+def write_conversations(
+    task: Task, tool: str, *, template: str = "", learns: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A tool's keys for `task.chat_template`, whose file it takes under the name `template`, and
+    for `task.learns`, of which `learns` has what it writes.
+
+    Raises InvalidRequest where the tool has no word for one: it decides what is learned.
+    """
+    values: dict[str, Any] = {}
+    if task.chat_template and task.objective != "pretrain":
+        if not template:
+            raise InvalidRequest(
+                f"`task.chat_template` is set, and `{tool}` takes the tokenizer's own",
+                hint="save it in the tokenizer's folder as `chat_template.jinja`, and leave the key"
+                " out",
+            )
+        if not is_file(Path(task.chat_template).expanduser()):
+            raise InvalidRequest(
+                f"`task.chat_template` is a text, and `{tool}` reads a file",
+                hint="save it as a file, and name that",
+            )
+        values[template] = str(Path(task.chat_template).expanduser().resolve())
+    if task.learns != "answers" and task.objective == "sft":
+        if task.learns not in learns:
+            raise InvalidRequest(
+                f"`task.learns: {task.learns}` decides what is learned, and `{tool}` has no word"
+                " for it",
+                hint=f"one of: answers, {', '.join(learns)}",
+            )
+        values |= learns[task.learns]
+    return values

@@ -9,7 +9,9 @@ import msgspec
 from memfit.core.wording import as_yaml
 from memfit.plan.frameworks import find_framework
 from memfit.records import Record, to_data
+from memfit.records.habits import RunRequest
 from memfit.records.recipe import ADAPTED, Parallel, Recipe
+from memfit.records.request import Request
 
 # who made the recipe and what for: at the head of every file
 OF_PAIRS = ("compares", "fp32_outputs")  # options without an effect on other objectives
@@ -40,6 +42,17 @@ def find_unwritten(recipe: Recipe, says: frozenset[str]) -> dict[str, str]:
         for key, value in list_keys(recipe)
         if key not in says and not any(key.startswith(f"{group}.") for group in says)
     }
+
+
+def find_unwritten_habits(request: Request) -> dict[str, str]:
+    """Keys around the steps, of evaluations and checkpoints, that no file of another tool says."""
+    task, plain = request.task, RunRequest()
+    names = [f"task.{name}" for name in ("evaluation", "evaluation_share") if getattr(task, name)]
+    stated = to_data(request.run)
+    names += [f"run.{key}" for key, value in to_data(plain).items() if stated[key] != value]
+    groups = {"task": to_data(task), "run": stated}
+    held = {name: groups[name.partition(".")[0]][name.partition(".")[2]] for name in names}
+    return {name: f"{as_yaml(value)}: not written" for name, value in held.items()}
 
 
 def list_keys(recipe: Recipe) -> Iterator[tuple[str, object]]:

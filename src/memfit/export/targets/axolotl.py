@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from memfit.base_formats import is_quantised
-from memfit.export.data import load_with, read_notes, refuse_patterns, refuse_shapes, refuse_weights
+from memfit.export.data import (
+    load_with,
+    read_notes,
+    refuse_patterns,
+    refuse_shapes,
+    refuse_weights,
+    write_conversations,
+)
 from memfit.export.files import File
 from memfit.export.hugging_face import (
     FSDP_AXES,
@@ -125,6 +132,7 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
         "base_model": job.weights,
         **_adapter(recipe, left, becomes),
         **_data(job),
+        **_conversations(job),
         "sequence_len": recipe.sequence_length,
         "sample_packing": recipe.packing,
         "pad_to_sequence_len": recipe.packing,
@@ -165,6 +173,14 @@ def _kernels(recipe: Recipe) -> dict[str, Any]:
         plugins.append("axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin")
         values["cut_cross_entropy"] = True
     return {"plugins": plugins, **values} if plugins else {}
+
+
+def _conversations(job: Job) -> dict[str, Any]:
+    key = "chat_template_jinja"
+    values = write_conversations(
+        job.plan.request.task, "axolotl", template=key, learns={"all": {"train_on_inputs": True}}
+    )
+    return {"chat_template": "jinja", **values} if key in values else values
 
 
 def _data(job: Job) -> dict[str, Any]:

@@ -7,7 +7,13 @@ from typing import Any, ClassVar, final
 
 from memfit.base_formats import is_quantised
 from memfit.core.errors import InvalidRequest
-from memfit.export.data import PLACEHOLDER, read_notes, refuse_patterns, refuse_shapes
+from memfit.export.data import (
+    PLACEHOLDER,
+    read_notes,
+    refuse_patterns,
+    refuse_shapes,
+    write_conversations,
+)
 from memfit.export.files import File
 from memfit.export.hugging_face import (
     FSDP_AXES,
@@ -210,7 +216,11 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
         "disable_gradient_checkpointing": not recompute or shards(job),
         "use_reentrant_gc": reenters(job, left, sharded=shards(job)),
         **_name_data(job),
-        "template": "default",
+        **write_conversations(
+            job.plan.request.task,
+            "llamafactory",
+            learns={"all": {"train_on_prompt": True}, "last-answer": {"mask_history": True}},
+        ),  # without `template` it takes the tokenizer's own
         "cutoff_len": recipe.sequence_length,
         "packing": recipe.packing,
         "neat_packing": recipe.packing and recipe.objective == "sft",

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from memfit.base_formats import is_quantised
-from memfit.export.data import as_patterns, load_with, read_notes, refuse_shapes, refuse_weights
+from memfit.export.data import (
+    as_patterns,
+    load_with,
+    read_notes,
+    refuse_shapes,
+    refuse_weights,
+    write_conversations,
+)
 from memfit.export.files import File
 from memfit.export.hugging_face import (
     FSDP_AXES,
@@ -131,10 +138,13 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
 
 def _data(job: Job) -> dict[str, Any]:
     """A name on the hub, or files that `datasets` loads by their kind."""
-    data, recipe = job.data, job.recipe
+    data, recipe, task = job.data, job.recipe, job.plan.request.task
     refuse_weights(data, "trl")
+    own = write_conversations(
+        task, "trl", template="chat_template_path", learns={"all": {"completion_only_loss": False}}
+    )
     if not data.here:
-        return {"dataset_name": data.named}
+        return {"dataset_name": data.named, **own}
     refuse_shapes(data, ("messages", "conversations", "answers", "text"), recipe.objective, "trl")
     values: dict[str, Any] = {
         "datasets": [
@@ -142,9 +152,10 @@ def _data(job: Job) -> dict[str, Any]:
             for part in data.parts
         ]
     }
-    if not recipe.compares and {"messages", "conversations"} & {*data.shapes}:
+    talks = not recipe.compares and {"messages", "conversations"} & {*data.shapes}
+    if talks and task.learns != "all":
         values["assistant_only_loss"] = True  # as memfit's own step: of what assistants wrote
-    return values
+    return values | own
 
 
 def _pairs(recipe: Recipe) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Data sets with weights in other tools' files: as their probabilities, or refused by name."""
+"""Data in other tools' files: weights, what of conversations is learned, and what is left out."""
 
 import json
+from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
@@ -69,3 +70,48 @@ def test_a_json_file_is_described_by_how_training_reads_it(tmp_path):
         part = _look_at(file)
         assert (part.kind, part.shape) == ("jsonl", "answers"), name
         assert find_sources(str(file)).files[0].kind == {"array": "json", "lines": "jsonl"}[name]
+
+
+WRITTEN = {  # target, `task.learns` -> what its file has of it and of `task.chat_template`
+    ("trl", "all"): {"completion_only_loss": False, "chat_template_path": "own.jinja"},
+    ("trl", "answers"): {"assistant_only_loss": True, "chat_template_path": "own.jinja"},
+    ("axolotl", "all"): {
+        "train_on_inputs": True, "chat_template": "jinja", "chat_template_jinja": "own.jinja",
+    },
+    ("llamafactory", "all"): {"train_on_prompt": True},
+    ("llamafactory", "last-answer"): {"mask_history": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "learns"), WRITTEN)
+def test_what_of_a_conversation_is_learned_is_written(target, learns, data, tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
+    template = "" if target == "llamafactory" else str(tmp_path / "own.jinja")
+    request = api.change(
+        asked_of(target, data.partition("=")[0]),
+        {"task.learns": learns, "task.chat_template": template, "precision": "bf16-mixed"},
+    )
+    values = YAML(typ="safe").load(api.export(request, target).files[f"{target}.yaml"])
+    keys = {key for wanted in WRITTEN.values() for key in wanted}
+    found = {k: Path(v).name if k.endswith(("_path", "_jinja")) else v
+             for k, v in values.items() if k in keys}  # fmt: skip
+    assert found == WRITTEN[target, learns]
+    assert "template" not in values  # LLaMA-Factory then takes the tokenizer's own
+
+
+def test_what_a_tool_has_no_word_for_is_refused_or_listed(data):
+    request = asked_of("trl", data.partition("=")[0])
+    for target in ("trl", "axolotl"):
+        with pytest.raises(InvalidRequest, match=f"learned, and `{target}` has no word"):
+            api.export(api.change(request, {"task.learns": "last-answer"}), target)
+    with pytest.raises(InvalidRequest, match=r"`task\.chat_template` is a text, and `trl` reads"):
+        api.export(api.change(request, {"task.chat_template": "{{ messages }}"}), "trl")
+    own = asked_of("llamafactory", data.partition("=")[0])
+    with pytest.raises(InvalidRequest, match="`llamafactory` takes the tokenizer's own"):
+        api.export(api.change(own, {"task.chat_template": "{{ messages }}"}), "llamafactory")
+    more = {"task.evaluation_share": 0.1, "run.best_by": "loss", "run.evaluate_every": 5}
+    made = api.export(api.change(own, more), "llamafactory")
+    assert {k: v for k, v in made.left_out.items() if k in more} == {
+        "task.evaluation_share": "0.1: not written", "run.best_by": "loss: not written",
+        "run.evaluate_every": "5.0: not written",
+    }  # fmt: skip
