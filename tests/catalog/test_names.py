@@ -257,7 +257,7 @@ def test_a_size_in_words_is_a_row(name, row):
 @pytest.mark.parametrize(
     ("name", "choices"),
     [("llama", ("llama-2-70b", "llama-3.1-70b")), ("mixtral", ("8x7b", "8x22b")),
-     ("8b", ("llama-3-8b", "qwen3-8b"))],
+     ("8b", ("llama-3-8b", "qwen3-8b")), ("llama3", ("llama-3-8b", "llama-3-70b"))],
 )  # fmt: skip
 def test_words_of_several_shapes_list_them(name, choices):
     with pytest.raises(InvalidRequest, match="names several models") as caught:

@@ -214,6 +214,12 @@ def test_what_is_wrong_is_said_once_with_a_hint(arguments, said):
       " --precision bf16 --device '2 x a6000' --seed 3"),
      ("phi-4 dora on l4", "phi-4 --method dora --device l4"),
      ("qwen3.5-4b grpo on 4090", "qwen3.5-4b --objective grpo --device 4090"),  # none has it yet
+     ("gpt2 on L4, qlora, 8k context", "gpt2 --method qlora --seq-len 8k --device L4"),
+     ("qwen3:8b 4090 3 epochs", "qwen3:8b --epochs 3 --device 4090"),
+     ("gpt2 50M tokens in 3 days under $500 on 2 nodes of 8 h100", "gpt2 --tokens 50M"
+      " --set 'limits.time=3 days' --set 'limits.cost=$500' --nodes 2 --device '8 h100'"),
+     ("pretrain gpt2 from scratch on l4", "gpt2 --set weights=random --objective pretrain"
+      " --device l4"),
      # what the catalogue says more of
      ("llama 3 8b instruct awq", "'llama 3 8b instruct awq'")],
 )  # fmt: skip
@@ -229,6 +235,7 @@ def test_a_model_a_method_and_a_device_in_words_are_options(typed, meant):
      ("plan qlora --lora_r 8 --model qwen3-8b", "plan qwen3-8b --method qlora --lora_r 8"),
      ("solve sequence_length --gpu l4 gpt2 full", "solve sequence_length gpt2 --method full"
       " --gpu l4"),
+     ("plan 'train a gpt2 with lora on l4'", "plan gpt2 --method lora --device l4"),
      ("plan 'qwen3 8b' qlora 8k", "plan 'qwen3 8b' --method qlora --seq-len 8k"),  # in quotes
      ("train gpt2 --folder 4bit --full", "train gpt2 --folder 4bit --full"),  # an option's value
      ("plan gpt2 --frob lora full", "plan gpt2 --frob lora full")],  # whose option is not known
@@ -248,9 +255,11 @@ def test_solve_takes_words_after_its_field():
 
 @pytest.mark.parametrize(
     ("typed", "said"),
-    [("gpt2 frob", "`frob` after `gpt2` is not one method, objective, length and device"),
-     ("mixtral qlora on 48gb", "`qlora 48gb` after `mixtral` is not one method, objective, length"
-      " and device\nhint: `memfit devices 48GB` lists those of that memory"),
+    [("gpt2 frob", "`frob` after `gpt2` is no method, objective, length or device"),
+     ("mixtral qlora on 48gb", "`48gb` after `mixtral` is no method, objective, length or"
+      " device\nhint: `memfit devices 48GB` lists those of that memory"),
+     ("gpt2 l4 liger", "`liger` after `gpt2` is no method, objective, length or device\n"
+      "hint: that is `--set lean=all --set loss=chunked` here"),
      ("gpt2 lora full", "`lora full` after `gpt2` is not one method, "),
      ("gpt2 4090 --gpu a100", "`4090` after `gpt2` and a flag both set `hardware.device`"),
      ("gpt2 8k --max_seq_length 4k", "`8k` after `gpt2` and a flag both set `task."),

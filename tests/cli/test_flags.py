@@ -146,6 +146,14 @@ def test_a_wrong_flag_is_one_error(words, said):
         (["--gradient-accumulation-steps", "4"], "those of a micro-batch x 4 x devices"),
         (["--report-to", "wandb"], "that is `--set 'run.trackers=[wandb]'` here"),
         (["--output-dir", "x"], "`--folder runs/first`"),
+        # a key of the request, an objective, a framework
+        (["--recompute", "full"], "that is `--set recompute=full` here"),
+        (["--dp-shard", "4"], "that is `--set parallel.dp_shard=4` here"),
+        (["--orpo"], "that is `--objective orpo` here"), (["--trl"], "that is `--framework trl`"),
+        (["--full-finetune"], "that is `--method full` here"),
+        (["--deadline", "3 days"], "that is `--set 'limits.time=3 days'` here"),
+        (["--zero", "3"], "zero: 3}'` here; 8 stands for your number of devices; "),
+        (["--world-size", "8"], "that is `--gpus 8` here; `memfit plan"),  # in all, not of a node
         (["--no-such-flag"], "`memfit plan --help`"),
         (["--gpu", "rtx", "3090"], "one of the two; a device of several words stands in quotes"),
     ],
@@ -155,6 +163,21 @@ def test_an_option_of_another_trainer_is_answered(words, hint):
     assert (code, out) == (2, "")
     assert f"hint: {hint}" in err or hint in err
     assert "Did you mean" not in err  # what click guesses by letters, where the answer is known
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("rules gpt2 --device l4", "`memfit rules` reads no such setting; `memfit plan` does"),
+        ("check pyproject.toml --seq-len 4k", "that is `--set task.sequence_length=4k` here"),
+        ("budget 7B", "it is typed as `memfit budget --parameters …`"),
+        ("formats 1 nf4", "it is typed as `memfit formats X`"),
+    ],
+)
+def test_a_verb_is_offered_no_flag_that_it_lacks(words, hint):
+    code, out, err = quick(*words.split())
+    assert (code, out) == (2, "")
+    assert f"hint: {hint}; `memfit " in err
 
 
 def test_a_name_of_several_words_needs_no_quotes():

@@ -7,6 +7,7 @@ prices in files of their own (`memfit.catalog.own`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -182,8 +183,7 @@ def _name(name: str) -> published_names.Named:
                   for n in rows}  # fmt: skip
         if len(shapes) == 1:
             return rows[-1]
-        shown = ", ".join(dict.fromkeys(f"`{each.row}`" for each in rows))
-        raise InvalidRequest(f"`{name}` names several models", hint=f"say which: {shown}")
+        raise _several(name, (each.row for each in rows))
     try:
         return published_names.Named(_MODELS.find(name), "")
     except UnknownName:
@@ -200,7 +200,14 @@ def _name(name: str) -> published_names.Named:
                 f"`{name}` reads more than text, and memfit plans text models alone",
                 hint="docs/lacking.md says what is missing; `memfit models` lists what is planned",
             ) from None
+        if len(rows_begun := published_names.find_begun(name, _MODELS.ids)) > 1:  # `llama3`
+            raise _several(name, rows_begun) from None
         raise
+
+
+def _several(name: str, rows: Iterable[str]) -> InvalidRequest:
+    shown = ", ".join(f"`{row}`" for row in dict.fromkeys(rows))
+    return InvalidRequest(f"`{name}` names several models", hint=f"say which: {shown}")
 
 
 def _begins(name: str) -> str:

@@ -196,7 +196,7 @@ _GLUED = re.compile(r"([a-z]+)(\d[\d.]*)")  # llama3.1, qwen3
 def split_words(name: str) -> frozenset[str]:
     """`Qwen2.5-7B` -> qwen, 2.5, 7b: what a name in words is compared by."""
     found: list[str] = []
-    for word in re.split(r"[-/\s]+", re.sub(r"(\d)_(\d)", r"\1.\2", slug(name))):
+    for word in re.split(r"[-/:\s]+", re.sub(r"(\d)_(\d)", r"\1.\2", slug(name))):
         glued = _GLUED.fullmatch(word)
         found += [word] if _WHOLE.fullmatch(word) or not glued else [glued[1], glued[2]]
     return frozenset(word for word in found if word)
@@ -226,6 +226,12 @@ def find_earlier(name: str, rows: Iterable[str]) -> list[str]:
     """Rows that the words of a name fit too, and that only a word of their own would name."""
     words = split_words(name)
     return _begun([r for r in rows if words <= split_words(r) and _needs_its_word(r, words)], words)
+
+
+def find_begun(name: str, rows: Iterable[str]) -> list[str]:
+    """Rows that have every word of a name without a size, and begin with one: of `llama3`."""
+    words = split_words(name)
+    return _begun([row for row in rows if words and words <= split_words(row)], words)
 
 
 def _begun(rows: list[str], words: frozenset[str]) -> list[str]:

@@ -7,7 +7,6 @@ Exit codes: 0 ok or fits, 2 user error, 3 does not fit, 4 not certified, 5 the r
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -99,10 +98,14 @@ def join_name(args: list[str], command: click.Command | None = None) -> list[str
     words, others = _part_options(args[1:], command)
     words = [args[0], *words]
     first = _place_of_model(args[0])
-    if len(words) <= first + 1:
+    if len(words) <= first + 1 and " " not in words[-1]:
         return args
-    from memfit.cli.first_contact import part_words
+    from memfit.cli.first_contact import is_planned, part_words
 
+    if len(words) <= first + 1:  # one sentence in quotes, unless it is a name
+        if len(words) <= first or is_planned(words[first]):
+            return args
+        words = [*words[:first], *words[first].split()]
     return [*words[:first], *part_words(words[first:], args), *others]
 
 
@@ -251,13 +254,19 @@ def _describe_usage(error: click.UsageError, words: Sequence[str]) -> tuple[str,
     message = " ".join(error.format_message().split())
     shown = f"`{error.ctx.command_path} --help`" if error.ctx else "`memfit --help`"
     if isinstance(error, click.NoSuchOption):
-        if own := _describe_option(error.option_name, _typed_value(error.option_name, words)):
+        typed = _typed_value(error.option_name, words)
+        from memfit.cli.first_contact import describe_option
+
+        if own := describe_option(error.option_name, typed, error.ctx):
             # click's own guesses are by letters, and the answer is known
             return f"No such option '{error.option_name}'.", f"{own}; {shown}"
     elif isinstance(error, click.MissingParameter) and error.ctx:
         return message, f"it is typed as `{_type_usage(error)}`; {shown}"
-    elif "unexpected extra argument" in message:
-        return message, f'a name of several words stands in quotes, as `"llama 8b"`; {shown}'
+    elif "unexpected extra argument" in message and error.ctx:
+        usage = _type_usage(error)
+        if usage == error.ctx.command_path:
+            usage += f" {error.ctx.command.params[0].opts[0]} …"
+        return message, f"it is typed as `{usage}`; {shown}"
     return message, shown
 
 
@@ -278,7 +287,7 @@ def _typed_value(name: str, words: Sequence[str]) -> Any:
     return True
 
 
-def _type_usage(error: click.MissingParameter) -> str:
+def _type_usage(error: click.UsageError) -> str:
     """A command with all that it cannot do without, as it is typed."""
     assert error.ctx is not None
     words = [error.ctx.command_path]
@@ -286,26 +295,6 @@ def _type_usage(error: click.MissingParameter) -> str:
         words += [needed.opts[0]] if isinstance(needed, click.Option) else []
         words.append(needed.make_metavar(error.ctx))
     return " ".join(words)
-
-
-def _describe_option(name: str, typed: Any) -> str:
-    """How an option of another trainer is typed here; "" for one of no known trainer.
-
-    typed: its value, or True where none was typed.
-    """
-    from memfit.files.flags import find_flag, type_key
-    from memfit.records.other_words import WORDS
-
-    word = WORDS.get(name.lstrip("-").replace("-", "_"))
-    answer = word(typed) if word else None
-    if not answer:
-        return ""
-    here = []
-    for key, value in answer.changes.items():
-        flag = find_flag(key)
-        open_ = f"--{flag.names[0]} {flag.metavar}" if flag else f"--set {key}=…"
-        here.append(open_ if value is True else shlex.join(type_key(key, value)))
-    return f"that is `{' '.join(here)}` here" if here else answer.note
 
 
 def _say(message: str, hint: str, code: int) -> int:

@@ -7,13 +7,16 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from memfit.cli.options import output_options, print_json, same_options
 from memfit.core.errors import InvalidRequest, UnknownName, shorten_name
 from memfit.files.flags import BY_WORD, DEVICE, QLORA, find_flag, gather
+
+if TYPE_CHECKING:
+    from memfit.records.other_words import Answer
 
 WELCOME = """\
 memfit {version}: know the memory of an LLM training step before you pay for it
@@ -54,8 +57,16 @@ def show_welcome(version: str) -> None:
 METHODS = ("auto", "full", "lora", "qlora")
 FILLERS = (  # between a model and what else one says of it
     "on", "with", "for", "in", "using", "@", "a", "an", "one", "my", "training", "finetune",
-    "finetuning", "fine-tune", "fine-tuning",
+    "finetuning", "fine-tune", "fine-tuning", "train", "and", "at", "of", "the", "from", "under",
+    "within", "context",
 )  # fmt: skip
+UNITS = {  # behind a number -> what the two words set
+    **dict.fromkeys(("epoch", "epochs"), "task.epochs"),
+    **dict.fromkeys(("step", "steps"), "task.steps"),
+    **dict.fromkeys(("hour", "hours", "day", "days"), "limits.time"),
+    **dict.fromkeys(("node", "nodes"), "hardware.nodes"), "tokens": "task.tokens",
+}  # fmt: skip
+COUNTED = re.compile(r"(\d[\d.,]*[kMBT]?) ([a-z]+)", re.IGNORECASE)
 FOUR_BITS, EIGHT_BITS = ("4bit", "4-bit", "nf4"), ("8bit", "8-bit", "int8")
 LENGTH = re.compile(r"\d+k", re.IGNORECASE)  # tokens of a row; no device is called so
 
@@ -101,11 +112,12 @@ def part_words(words: list[str], stated: Iterable[str]) -> list[str]:
     Raises InvalidRequest where words after a model's name mean nothing, or what a flag sets.
     """
     taken = {_find_key(word.partition("=")[0]) for word in stated}
+    words = _put_name_first([word.rstrip(",") for word in words])
     end = next(_find_ends(words), 0)
     if not end:
         return [" ".join(words)]
     name = " ".join(words[:end])
-    rest = [word for word in words[end:] if word.lower() not in FILLERS]
+    rest = list(_join_counts([word for word in words[end:] if word.lower() not in FILLERS]))
     keys = _read_words(rest)
     if keys is None:
         return _refuse_words(name, words, rest)
@@ -118,13 +130,34 @@ def part_words(words: list[str], stated: Iterable[str]) -> list[str]:
     return [name, *(word for key, value in keys.items() for word in _type(key, value))]
 
 
+def _put_name_first(words: list[str]) -> list[str]:
+    """`train a llama 8b` and `qlora qwen3-8b`, with what says more of the model behind its name."""
+    first = next((place for place, word in enumerate(words) if not _says_more(word)), 0)
+    return [*words[first:], *words[:first]]
+
+
+def _says_more(word: str) -> bool:
+    return word.lower() in FILLERS or bool(_read_word(word.lower()))
+
+
+def _join_counts(words: Sequence[str]) -> Iterator[str]:
+    """The words, with a number and its unit as one: `3 epochs`."""
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if left and word[0].isdigit() and left[0].lower() in UNITS:
+            unit = left.pop(0)
+            word = word if LENGTH.fullmatch(word) and unit == "tokens" else f"{word} {unit}"
+        yield word
+
+
 def _find_ends(words: list[str]) -> Iterator[int]:
     """How many words are a model's name: the most; then those before one that says more of it."""
     for end in range(len(words), 0, -1):
         if is_planned(" ".join(words[:end])):
             yield end
     for end in range(1, len(words)):
-        if words[end].lower() in FILLERS or _read_word(words[end].lower()):
+        if _says_more(words[end]):
             yield end
 
 
@@ -171,6 +204,14 @@ def _read_word(word: str) -> dict[str, str]:
         return {"method": "lora", "base_format": "int8"}
     if word in ("bf16", "fp32"):
         return {"precision": word}
+    if word == "pretraining":
+        return {"task.objective": "pretrain"}
+    if word == "scratch":
+        return {"weights": "random"}
+    if word.startswith("$"):
+        return {"limits.cost": word}
+    if (counted := COUNTED.fullmatch(word)) and (key := UNITS.get(counted[2])):
+        return {key: word if key == "limits.time" else counted[1].upper()}
     return {"task.sequence_length": word} if LENGTH.fullmatch(word) else {}
 
 
@@ -180,19 +221,34 @@ def _refuse_words(name: str, words: list[str], rest: list[str]) -> list[str]:
     from memfit.catalog.device_names import say_instead
 
     whole, left = " ".join(words), [word for word in rest if not _read_word(word.lower())]
+    unknown = " ".join(_leave_device_out(left))
     try:
         catalog.find_model(whole)
     except UnknownName as error:
+        named = shlex.quote(name)
+        such = f"such as `memfit plan {named} qlora 8k on 4090`; `memfit devices` lists devices"
+        if not unknown:
+            raise InvalidRequest(
+                f"`{shorten_name(' '.join(rest))}` after `{name}` is not one method, objective,"
+                " length and device", hint=such,
+            ) from error  # fmt: skip
+        hint = say_instead(unknown) or describe_option(unknown.lower(), True, None) or such
         raise InvalidRequest(
-            f"`{shorten_name(' '.join(rest))}` after `{name}` is not one method, objective, length"
-            " and device",
-            hint=say_instead(" ".join(left))
-            or f"such as `memfit plan {shlex.quote(name)} qlora 8k on 4090`; `memfit devices` lists"
-            " devices",
+            f"`{shorten_name(unknown)}` after `{name}` is no method, objective, length or device",
+            hint=hint,
         ) from error
     except InvalidRequest:
         pass  # it says more of the name, where it is read
     return [whole]
+
+
+def _leave_device_out(words: Sequence[str]) -> Sequence[str]:
+    """The words without the most of them that together are a device."""
+    for size in range(len(words), 0, -1):
+        for start in range(len(words) - size + 1):
+            if _names_device(" ".join(words[start : start + size])):
+                return [*words[:start], *words[start + size :]]
+    return words
 
 
 def _names_device(text: str) -> bool:
@@ -220,6 +276,60 @@ def is_planned(word: str) -> bool:
     except InvalidRequest:
         return False
     return True
+
+
+def describe_option(name: str, typed: Any, ctx: click.Context | None) -> str:
+    """How an option that the verb has not is typed; "" for one of no known meaning.
+
+    typed: its value, or True where none was typed.
+    """
+    from memfit.files.flags import COUNT, find_flag, type_key
+
+    answer = _read_option(name.lstrip("-").replace("-", "_"), typed)
+    if answer is None:
+        return ""
+    known = {own for param in ctx.command.params for own in param.opts} if ctx else {"--set"}
+    here = []
+    for key, value in answer.changes.items():
+        flag = find_flag(key)
+        if flag and f"--{flag.names[0]}" in known:
+            metavar = f"--{flag.names[0]} {flag.metavar}"
+            here.append(metavar if value is True else shlex.join(type_key(key, value)))
+        elif "--set" not in known:
+            path = ctx.command_path if ctx else "memfit"
+            return f"`{path}` reads no such setting; `memfit plan` does"
+        else:
+            here.append(f"--set {key}=…" if value is True else _type_set(key, value))
+    if not here:
+        return answer.note
+    line = f"that is `{' '.join(here)}` here"
+    # a request counts the devices of a machine, and `--gpus` all
+    return line if not answer.note or COUNT in answer.changes else f"{line}; {answer.note}"
+
+
+def _type_set(key: str, value: Any) -> str:
+    from memfit.core.wording import as_yaml
+
+    return f"--set {shlex.quote(f'{key}={as_yaml(value)}')}"
+
+
+def _read_option(word: str, typed: Any) -> Answer | None:
+    """An option that is another trainer's word, an objective, a framework, or a request's key."""
+    from memfit.files.request_file import KEYS
+    from memfit.plan.frameworks import frameworks
+    from memfit.records.other_words import ELSEWHERE, TASKS, WORDS, Answer
+
+    if word in WORDS:
+        return WORDS[word](typed)
+    if word in TASKS:
+        return Answer({"task.objective": word})
+    if (framework := word.replace("_", "-")) in frameworks.names():
+        return Answer({"framework": framework})
+    if elsewhere := ELSEWHERE["framework"].get(word):
+        return elsewhere
+    keys = [key for key in KEYS if word in (key, key.rpartition(".")[2], key.replace(".", "_"))]
+    keys = [key for key in keys if key == word] or keys
+    return Answer({keys[0]: typed}) if len(keys) == 1 else None
 
 
 @click.command("help", short_help="Show the help of memfit, or of one verb.")

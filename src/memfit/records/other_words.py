@@ -201,14 +201,27 @@ WORDS: dict[str, Word] = {
     "qlora": _switch(NF4), "lora": _switch({"method": "lora"}), "dora": _switch({"method": "dora"}),
     "use_peft": _switch({"method": "lora"}, {"method": "full"}),
     "use_lora": _switch({"method": "lora"}, {"method": "full"}),
-    "peft": _switch({"method": "lora"}), "full_finetuning": _switch({"method": "full"}),
+    "peft": _switch({"method": "lora"}),
+    **dict.fromkeys(
+        ("full_finetuning", "full_finetune", "full_fine_tuning", "full_ft", "full_param"),
+        _switch({"method": "full"}),
+    ),
+    "freeze": lambda value: Answer(
+        {"method": "freeze", "freeze.last_blocks": value if type(value) is int and value else 2},
+        "as many of the last blocks as you train"),
+    **dict.fromkeys(("4bit", "nf4"), _switch(NF4)),
+    **dict.fromkeys(("8bit", "int8"), _switch(INT8)),
     "use_dora": _switch({"method": "dora"}), "peft_use_dora": _switch({"method": "dora"}),
+    "rslora": _switch({"lora.scaling": "rank-stabilised"}),
     "use_rslora": _switch({"lora.scaling": "rank-stabilised"}),
     "peft_use_rslora": _switch({"lora.scaling": "rank-stabilised"}),
     "adapter": _adapter, "finetuning_type": _adapter, "peft_type": _adapter,
     "r": _key("lora.rank"), "lora_r": _key("lora.rank"), "lora_rank": _key("lora.rank"),
     "lora_alpha": _key("lora.alpha"), "lora_dropout": _key("lora.dropout"),
-    "lora_target_modules": _targets, "target_modules": _targets, "lora_target": _targets,
+    **dict.fromkeys(
+        ("targets", "lora_targets", "lora_target_modules", "target_modules", "lora_target"),
+        _targets,
+    ),
     "lora_target_linear": _switch({"lora.targets": "all-linear"}),
     "freeze_trainable_layers": _key("freeze.last_blocks", "with `method: freeze`"),
     # on what, and for how long
@@ -222,7 +235,7 @@ WORDS: dict[str, Word] = {
     **dict.fromkeys(
         ("seq_len", "seqlen", "max_seq_len", "max_seq_length", "max_length", "sequence_len",
          "cutoff_len", "block_size", "model_max_length", "context_length", "seq_length",
-         "sequence_length", "n_ctx", "context"),
+         "sequence_length", "n_ctx", "context", "ctx", "ctx_len"),
         _LENGTH,
     ),
     **dict.fromkeys(
@@ -240,17 +253,19 @@ WORDS: dict[str, Word] = {
     "packing": _key("task.packing"), "sample_packing": _key("task.packing"),
     **dict.fromkeys(("num_epochs", "num_train_epochs", "epochs", "n_epochs"), _key("task.epochs")),
     "max_steps": _key("task.steps"), "steps": _key("task.steps"),
-    "train_iters": _key("task.steps"), "tokens": _key("task.tokens"),
+    "train_iters": _key("task.steps"), 
+    **dict.fromkeys(("tokens", "num_tokens", "total_tokens", "train_tokens"), _key("task.tokens")),
     **dict.fromkeys(
         ("batch_size", "micro_batch_size", "per_device_train_batch_size", "batch",
-         "train_micro_batch_size_per_gpu", "per_device_batch_size"),
+         "train_micro_batch_size_per_gpu", "per_device_batch_size", "bs", "bsz", "mbs"),
         _ROWS,
     ),
     **dict.fromkeys(
-        ("global_batch", "global_batch_size", "train_batch_size", "total_batch_size"),
+        ("global_batch", "global_batch_size", "train_batch_size", "total_batch_size", "gbs"),
         _key("task.global_batch"),
     ),
     "gradient_accumulation_steps": _batch, "grad_accum": _batch, "gradient_accumulation": _batch,
+    "ga": _batch,
     "beta": _key("preference.beta"), "dpo_beta": _key("preference.beta"),
     "pref_beta": _key("preference.beta"), "objective": _stage,
     # sampled answers, in TRL's words
@@ -269,7 +284,7 @@ WORDS: dict[str, Word] = {
     # how a step computes
     **dict.fromkeys(
         ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing",
-         "recompute_activations", "checkpoint_activations"),
+         "recompute_activations", "checkpoint_activations", "checkpointing", "grad_checkpointing"),
         _RECOMPUTE,
     ),
     "bf16": _switch({"precision": "bf16-mixed"}), "fp16": _switch({"precision": "fp16-mixed"}),
@@ -282,15 +297,17 @@ WORDS: dict[str, Word] = {
     "dtype": _choice("precision", DTYPES, "`bf16-mixed` keeps trained weights in fp32"),
     "tf32": _UNSEEN,
     **dict.fromkeys(
-        ("flash_attention", "flash_attn", "use_flash_attention_2", "use_flash_attn"),
+        ("flash_attention", "flash_attn", "use_flash_attention_2", "use_flash_attn", "fa2"),
         _switch({"attention": "flash"}),
     ),
     "attn_implementation": _choice("attention", KERNELS),
     "sdp_attention": _switch({"attention": "flash"}),
     "xformers_attention": _switch({"attention": "efficient"}),
     "torch_compile": _compile, "compile_model": _compile,
-    "enable_liger_kernel": _switch({"lean": "all", "loss": "chunked"}),
-    "liger_kernel": _switch({"lean": "all", "loss": "chunked"}),
+    **dict.fromkeys(
+        ("enable_liger_kernel", "liger_kernel", "liger", "use_liger"),
+        _switch({"lean": "all", "loss": "chunked"}),
+    ),
     "use_liger_kernel": _switch({"lean": "all", "loss": "chunked"},
                                 note="or `options: {use_liger_kernel: true}` of `framework: trl`"),
     # the optimizer
@@ -323,15 +340,18 @@ WORDS: dict[str, Word] = {
     "zero3": lambda v: _zero(v if _is_off(v) else 3),
     "fsdp": _fsdp, "fsdp_config": _fsdp, "fsdp2": _fsdp, "sharding_strategy": _fsdp,
     "ddp": _switch({"parallel": {"dp_replicate": 8}}, note="8 stands for your number of devices"),
-    "device": _key("hardware.device"), "gpu": _key("hardware.device"),
-    "gpu_type": _key("hardware.device"),
+    **dict.fromkeys(
+        ("device", "gpu", "gpu_type", "gpu_name", "card", "accelerator", "hardware"),
+        _key("hardware.device"),
+    ),
     **dict.fromkeys(
         ("gpus", "num_gpus", "n_gpus", "num_processes", "nproc_per_node", "world_size", "count",
-         "ngpus", "devices"),
+         "ngpus", "ngpu", "gpu_count", "num_devices", "devices"),
         _key("hardware.count", _RANKS),
     ),
     "nodes": _key("hardware.nodes"), "num_nodes": _key("hardware.nodes"),
     "nnodes": _key("hardware.nodes"), "num_machines": _key("hardware.nodes"),
+    "hosts": _key("hardware.nodes"),
     **dict.fromkeys(
         ("tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tp",
          "tensor_parallel_degree"),
@@ -347,8 +367,12 @@ WORDS: dict[str, Word] = {
     **dict.fromkeys(("expert_parallel_size", "ep"), _key("parallel.ep")),
     "memory": _key("limits.memory"), "vram": _key("limits.memory"),
     "gpu_memory": _key("limits.memory"), "max_memory": _key("limits.memory"),
-    "budget": _key("limits.cost"), "cost": _key("limits.cost"), "price": _key("hardware.price"),
-    "time": _key("limits.time"),
+    **dict.fromkeys(("budget", "cost", "max_cost", "max_price"), _key("limits.cost")),
+    **dict.fromkeys(("time", "deadline", "max_time", "time_limit"), _key("limits.time")),
+    "price": _key("hardware.price"), "from_scratch": _switch({"weights": "random"}),
+    **dict.fromkeys(("backend", "engine"), _key("framework")),
+    "explain": _nothing("`--why` explains each figure"),
+    "prompt": _nothing("the prompt stands behind the run: `memfit generate RUN PROMPT`"),
     # around the steps
     "save_steps": _key("run.save_every"), "eval_steps": _key("run.evaluate_every"),
     "save_total_limit": _key("run.keep"), "evals_per_epoch": _times, "saves_per_epoch": _times,
