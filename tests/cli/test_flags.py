@@ -275,3 +275,57 @@ def test_the_devices_that_the_axes_named_leave_are_shards(mesh, shards):
     if "dp_shard" not in mesh:
         other = read({"device": "8xh100-sxm", "framework": "megatron"}, changes)
         assert other.parallel.dp_shard == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--objective", "rlhf"], "that is `task.objective: ppo` here"),
+        (["--objective", "reward-model"], "that is `task.objective: reward` here"),
+        (["--objective", "sftt"], "did you mean `sft`"),
+        (["--method", "full-finetune"], "that is `method: full` here"),
+        (["--method", "lora+"], "that is `optimizer.lora_plus: 16` (with `method: lora`) here"),
+        (["--optimizer", "paged_adamw_8bit"], "that is `optimizer.name: adamw8bit-paged` here"),
+        (["--optimizer", "galore"], "GaLore is not described"),
+        (["--set", "offload=cpu"], "that is `offload: optimizer` here"),
+        (["--set", "hardware=4090"], "it holds keys of its own: `hardware: {device: 4090}`"),
+    ],
+)
+def test_a_value_of_other_words_is_answered(words, hint):
+    code, out, err = quick("plan", "gpt2", *words)
+    assert (code, out) == (2, "")
+    assert f"hint: {hint}" in err or hint in err
+
+
+def test_a_device_that_yaml_reads_as_a_number_is_its_name(tmp_path):
+    (tmp_path / "r.yaml").write_text("model: gpt2\nhardware: {device: 4090}\n")
+    for words in ([str(tmp_path / "r.yaml")], ["gpt2", "--set", "hardware.device=4090"]):
+        code, out, err = quick("plan", *words)
+        assert (code, err) == (0, "")
+        assert out.startswith("FITS  gpt2 on rtx-4090")
+
+
+def test_adapters_that_nobody_trains_are_named_and_a_file_that_is_not_here():
+    _, out, _ = quick("plan", "gpt2", "--device", "l4", "--full", "--lora-rank", "8", "--why")
+    assert "`lora` is not used, as `method: full` trains no adapters" in " ".join(out.split())
+    _, out, _ = quick("plan", "gpt2", "--device", "l4", "--data", "nowhere.jsonl", "--why")
+    assert "`task.data: nowhere.jsonl` is not here" in " ".join(out.split())
+
+
+def test_a_folder_that_is_not_here_is_no_unknown_name():
+    _, _, err = quick("plan", "./nowhere", "--device", "l4")
+    assert err.startswith("error: there is no folder `./nowhere`\nhint: ")
+
+
+def test_a_budget_reads_tokens_and_shares_as_people_write_them():
+    words = "budget --inference-memory 24GB --context 8k --mfu 40%"
+    code, out, err = quick(*words.split(), "--json")
+    assert (code, err) == (0, "")
+    assert out == quick(*words.replace("8k", "8192").replace("40%", "0.4").split(), "--json")[1]
+    assert quick("budget", "--mfu", "much")[0] == quick("budget", "--context", "-1")[0] == 2
+
+
+def test_a_job_for_no_named_device_says_whose_it_is_planned_for(tmp_path):
+    job = ["launch", "gpt2", "--on", "slurm", "--out", str(tmp_path / "job")]
+    assert "planned for the device of this machine: `--device`" in quick(*job)[2]
+    assert "this machine" not in quick(*job, "--device", "l4")[2]

@@ -90,7 +90,7 @@ def test_a_switch_that_is_off_is_answered_too():
         ("lora_alpha", 16, "`lora.alpha: 16`"), ("use_peft", True, "`method: lora`"),
         ("lora_target_modules", "all-linear", "`lora.targets: all-linear`"),
         ("packing", True, "`task.packing: true`"), ("sample_packing", True, "`task.packing"),
-        ("optim", "paged_adamw_8bit", "`optimizer.name: adamw8bit`"),
+        ("optim", "paged_adamw_8bit", "`optimizer.name: adamw8bit-paged`"),
         ("flash_attention", True, "`attention: flash`"), ("adapter", "qlora", "base_format: nf4"),
         ("output_dir", "out", "`--folder"), ("logging_steps", 10, "leave it out"),
         ("Load-In-4bit", True, "`base_format: nf4`"),

@@ -34,6 +34,28 @@ QUANTITIES = {
 }
 
 
+class Tokens(click.IntRange):
+    """A whole number, of which `8k` is 8,192, as of a row's tokens."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """As click's, of the number that a text stands for."""
+        from memfit.records.looser import read_count
+
+        read: Any = read_count("task.sequence_length", str(value))
+        return super().convert(read, param, ctx)
+
+
+class Share(click.types.FloatParamType):
+    """A number, of which `40%` is 0.4."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        """As click's, of a share or of one in a hundred."""
+        text = str(value)
+        bare: Any = text.removesuffix("%")
+        found = super().convert(bare, param, ctx)
+        return found / 100 if text.endswith("%") else found
+
+
 @click.command("models", short_help="List and search the models of the catalogue.")
 @click.argument("search", nargs=-1)
 @click.option("--family", metavar="NAME", default="", help="Only this family (HF's model_type).")
@@ -113,8 +135,8 @@ def _budget_options(function: Callable[..., Any]) -> Callable[..., Any]:
     default="bf16",
     help="Whose dense peak counts.",
 )
-@click.option("--mfu", type=float, help="Share of the peak reached; 0.4 is assumed.")
-@click.option("--context", type=click.IntRange(min=1), default=None, help="Tokens served at once.")
+@click.option("--mfu", type=Share(), help="Share of the peak reached; 0.4 is assumed.")
+@click.option("--context", type=Tokens(min=1), default=None, help="Tokens served at once.")
 @click.option("--sequences", type=click.IntRange(min=1), default=1, help="Sequences served.")
 @click.option("--weight-bytes", type=float, default=2.0, help="Bytes a served parameter.")
 @click.option("--cache-bytes", type=float, default=2.0, help="Bytes an element of the cache.")

@@ -62,7 +62,7 @@ def launch_command(
     """
     from memfit import api
 
-    made = api.export(_read_plan_or_request(target, device, memory, changes), on)
+    made = api.export(_read_plan_or_request(target, device, memory, changes, note(quiet)), on)
     written = api.write_export(made, out)
     if as_json:
         print_json(made)
@@ -106,7 +106,7 @@ def export_command(
     """
     from memfit import api
 
-    made = api.export(_read_plan_or_request(target, device, memory, changes), to)
+    made = api.export(_read_plan_or_request(target, device, memory, changes, note(quiet)), to)
     written = api.write_export(made, out) if out else []
     if as_json:
         print_json(made)
@@ -131,7 +131,8 @@ def export_command(
 
 
 def _read_plan_or_request(
-    target: str, device: str | None, memory: str | None, changes: Changes
+    target: str, device: str | None, memory: str | None, changes: Changes,
+    say: Callable[[str], None],
 ) -> Plan | Request:  # fmt: skip
     """A plan.json, alone or of a run's folder; else a request, or a model."""
     from memfit import api
@@ -142,7 +143,10 @@ def _read_plan_or_request(
     if path.suffix == ".json" and path.name != "config.json" and api.is_plan(path):
         read_target(str(path), device, memory, changes)  # refuses options: a plan is fixed
         return api.read_plan(path)
-    return read_target(target, device, memory, changes)
+    request = read_target(target, device, memory, changes)
+    if request.hardware.device == "auto":
+        say("planned for the device of this machine: `--device` names another")
+    return request
 
 
 @click.command("check", short_help="Say whether another tool's configuration fits a device.")

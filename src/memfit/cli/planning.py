@@ -46,7 +46,7 @@ YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 @click.option("--devices", metavar="A:8,B:64", help="Compare offers: names, and how many of each.")
 @click.option(
     "--objective",
-    type=click.Choice((*TASKS, *OBJECTIVES), case_sensitive=False),
+    metavar="NAME",
     help=f"task.objective: {', '.join(TASKS)}. Of --devices: which offer is the best; fastest.",
 )
 @click.option(
@@ -82,8 +82,11 @@ def plan_command(
     """  # fmt: skip
     from memfit import api
 
-    if objective in TASKS:
-        changes, objective = gather({"objective": objective}, changes), None
+    if objective and (named := objective.lower().replace("_", "-")) in OBJECTIVES:
+        objective = named
+    elif objective is not None:
+        name = objective.replace("-", "_")
+        changes, objective = gather({"objective": name}, changes), None
     if not target and not Path("request.yaml").exists() and not devices and can_ask():
         target, device, changes = ask_three(device, changes)
     target = target or _request_here()

@@ -31,7 +31,11 @@ class Registry(Generic[T]):
     does not pay for all of them; only listing imports every module.
     """
 
-    def __init__(self, what: str, package: str) -> None:
+    def __init__(
+        self, what: str, package: str, *, hint: Callable[[str], str] | None = None
+    ) -> None:
+        """hint: of a name that is unknown here, what it is called; "" leaves the nearest names."""
+        self._hint = hint
         self.what = what
         self._package = package
         self._items: dict[str, T] = {}
@@ -57,7 +61,10 @@ class Registry(Generic[T]):
         if name not in self._items:
             self._load_all()
         if name not in self._items:
-            raise UnknownName(self.what, name, self._items, see=f"known: {', '.join(self.names())}")
+            known = f"known: {', '.join(self.names())}"
+            unknown = UnknownName(self.what, name, self._items, see=known)
+            unknown.hint = (self._hint and self._hint(name)) or unknown.hint
+            raise unknown
         return self._items[name]
 
     def names(self) -> list[str]:

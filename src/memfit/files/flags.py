@@ -161,6 +161,8 @@ def _name_device(keys: dict[str, Any], origin: dict[str, str]) -> dict[str, Any]
 
 
 def _put(keys: dict[str, Any], origin: dict[str, str], key: str, value: Any, written: str) -> None:
+    if key == DEVICE and type(value) is int:
+        value = str(value)  # `4090`, which YAML reads as a number
     if key in keys and str(keys[key]).lower() != str(value).lower():
         raise InvalidRequest(
             f"`{origin[key]}` and `{written}` both set `{key}`", hint="keep one of the two"

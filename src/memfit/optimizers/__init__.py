@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from memfit.core.errors import InvalidRequest
 from memfit.core.registry import Registry
 from memfit.meta.meter import Meter, block_size
 from memfit.records.model import TensorSpec
+from memfit.records.other_words import describe_value
 from memfit.records.recipe import Implementation, Optimizer
 
 if TYPE_CHECKING:
@@ -105,7 +107,9 @@ class OptimizerFamily(ABC):
         """
 
 
-optimizers: Registry[OptimizerFamily] = Registry("optimizer", "memfit.optimizers")
+optimizers: Registry[OptimizerFamily] = Registry(
+    "optimizer", "memfit.optimizers", hint=partial(describe_value, "optimizer.name")
+)
 
 
 def find_optimizer(settings: Optimizer) -> OptimizerFamily:

@@ -36,6 +36,10 @@ def read_looser(data: Mapping[str, Any]) -> dict[str, Any]:
             continue
         changed = {**holder, name: read_count(key, holder[name])}
         made = {**made, group: changed} if group else changed
+    hardware = made.get("hardware")
+    # 4090, which YAML reads as a number
+    if isinstance(hardware, Mapping) and type(hardware.get("device")) is int:
+        made["hardware"] = {**hardware, "device": str(hardware["device"])}
     return _settle_qlora(made)
 
 

@@ -35,8 +35,8 @@ SCHEDULES = {
 OPTIMIZERS = {
     "adamw": "adamw", "adam": "adamw", "adamw_torch": "adamw", "adamw_hf": "adamw",
     "adamw_torch_fused": "adamw", "adamw_apex_fused": "adamw", "paged_adamw_32bit": "adamw",
-    "paged_adamw": "adamw", "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit",
-    "paged_adamw_8bit": "adamw8bit", "adamw_torch_8bit": "adamw8bit",
+    "paged_adamw": "adamw", "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit-bnb",
+    "paged_adamw_8bit": "adamw8bit-paged", "adamw_torch_8bit": "adamw8bit",
     "adamw_torch_4bit": "adamw4bit", "adafactor": "adafactor", "sgd": "sgd", "muon": "muon",
 }  # fmt: skip
 KERNELS = {
@@ -407,8 +407,38 @@ _SCRIPT = "`memfit check train.py` reads a script of its own"
 ELSEWHERE: dict[str, dict[str, Answer]] = {
     "method": {
         **{name: Answer({"task.objective": name}) for name in TASKS},
-        "peft": Answer({"method": "lora"}), "finetune": Answer({"method": "full"}),
-        "full_finetuning": Answer({"method": "full"}),
+        "peft": Answer({"method": "lora"}),
+        **dict.fromkeys(
+            ("finetune", "finetuning", "full_finetuning", "full_finetune", "full_ft",
+             "full_fine_tuning"),
+            Answer({"method": "full"}),
+        ),
+        **dict.fromkeys(("lora+", "loraplus", "lora_plus"), Answer(
+            {"optimizer.lora_plus": 16, "method": "lora"}, "16 stands for the ratio of the rates")),
+        "rslora": Answer({"lora.scaling": "rank-stabilised", "method": "lora"}),
+        "qdora": Answer({"base_format": "nf4", "method": "dora"}),
+    },
+    "task.objective": {
+        **dict.fromkeys(
+            ("pretraining", "pt", "cpt", "clm", "continued_pretraining", "continual_pretraining"),
+            Answer({"task.objective": "pretrain"}),
+        ),
+        **dict.fromkeys(
+            ("instruction_tuning", "instruct", "finetune", "finetuning", "supervised"),
+            Answer({"task.objective": "sft"}),
+        ),
+        **dict.fromkeys(("reward_model", "reward model", "rm", "reward_modeling", "orm"),
+                        Answer({"task.objective": "reward"})),
+        "rlhf": Answer({"task.objective": "ppo"}, "`grpo`, `rloo` and `online_dpo` sample, too"),
+        "gspo": Answer({"task.objective": "grpo", "policy.importance_sampling_level": "sequence"}),
+        "ipo": Answer({}, "of pairs of answers there are dpo, simpo, orpo and cpo"),
+    },
+    "optimizer.name": {
+        word: Answer({"optimizer.name": here}) for word, here in OPTIMIZERS.items() if word != here
+    } | {"galore": Answer({}, "GaLore is not described: `adamw8bit` or `method: lora` hold less")},
+    "offload": {
+        **dict.fromkeys(("cpu", "true"), Answer({"offload": "optimizer"}, "parameters may wait in"
+                        " the host's memory, too: `offload: parameters`")),
     },
     "precision": {
         **dict.fromkeys(("4bit", "int4", "nf4", "4"), Answer(NF4)), "fp4": Answer(
@@ -434,9 +464,17 @@ ELSEWHERE: dict[str, dict[str, Answer]] = {
     },
 }  # fmt: skip
 
+# a table of the request -> its key that people mean by a value alone
+MEANT = {
+    "task": "objective", "hardware": "device", "optimizer": "name", "limits": "memory",
+    "lora": "rank", "freeze": "last_blocks", "reward": "funcs",
+}  # fmt: skip
+
 
 def describe_value(key: str, value: Any) -> str:
     """A hint on a value that people write under a key, whose place is elsewhere; "" for others."""
+    if key in MEANT and isinstance(value, str | int) and not isinstance(value, bool):
+        return f"it holds keys of its own: `{key}: {{{MEANT[key]}: {as_yaml(value)}}}`"
     answer = ELSEWHERE.get(key, {}).get(str(value).lower().replace("-", "_"))
     return _describe(answer) if answer else ""
 

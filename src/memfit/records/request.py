@@ -290,6 +290,10 @@ class Request(Record, frozen=True, kw_only=True):
         for key, value in data.items():
             if key != "model":  # a published config.json may hold Infinity
                 _check_finite(value, str(key))
+        task = data.get("task")
+        name = task.get("objective") if isinstance(task, Mapping) else None
+        if isinstance(name, str) and (hint := describe_value("task.objective", name)):
+            raise InvalidRequest(f"unknown objective: `{name}`", hint=hint)
         return read_looser(data)
 
     @classmethod

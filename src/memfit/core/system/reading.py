@@ -154,6 +154,7 @@ def parse_yaml(text: str, *, source: str, version: str = "1.2") -> Any:
     version: of YAML, where the text says none; in 1.1 `yes` and `off` are booleans.
     """
     from ruamel.yaml import YAML  # 20 ms that a plan by flags does not need
+    from ruamel.yaml.constructor import DuplicateKeyError
     from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, MarkedYAMLError, YAMLError
 
     if len(text) > MOST_YAML:
@@ -175,6 +176,8 @@ def parse_yaml(text: str, *, source: str, version: str = "1.2") -> Any:
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         known = "in YAML spaces indent, and a value that holds `: ` stands in quotes"
         hint = f"{error.context}, begun in line {begun.line + 1}" if begun else known
+        if isinstance(error, DuplicateKeyError):
+            hint = "keep one of the two"
         problem = error.problem or error.context or "is not YAML"
         raise InvalidRequest(f"{source}{place}: {shorten(problem, 200)}", hint=hint) from None
     except YAMLError as error:

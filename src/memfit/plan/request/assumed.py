@@ -50,8 +50,9 @@ def count_steps(request: Request, length: int, packed: bool) -> Steps:
                      " known (`--set task.data=FILE` counts a file here)")  # fmt: skip
     found = estimate_data(task.data, request.tokenizer or _folder(request))
     if found is None:
-        return Steps(0, f"steps unknown: `task.data: {task.data}` holds nothing here whose tokens"
-                     " can be estimated")  # fmt: skip
+        absent = "=" not in task.data and not exists(expand(task.data))
+        fault = "is not here" if absent else "holds nothing here whose tokens can be estimated"
+        return Steps(0, f"steps unknown: `task.data: {task.data}` {fault}")
     epochs = 1.0 if task.epochs is None else task.epochs
     rows = _count_rows(task, found, length, request.generations, packed=packed)
     steps = max(1, math.ceil(rows * epochs / request.global_batch))
@@ -120,6 +121,7 @@ def _describe_routing(request: Request, recipe: Recipe) -> str:
 def describe_assumed(request: Request, recipe: Recipe) -> tuple[str, ...]:
     """Lines on what the request leaves at its default, but for rows' length and steps."""
     lines = [
+        _describe_unused(request, recipe),
         _describe_batch(request, recipe),
         describe_sampled(request, recipe),
         _describe_score(recipe),
@@ -129,6 +131,12 @@ def describe_assumed(request: Request, recipe: Recipe) -> tuple[str, ...]:
     if recipe.is_own:  # others' plans name each default of their framework
         lines += [describe_storage(request, recipe), _describe_optimizer(request, recipe)]
     return tuple(line for line in lines if line)
+
+
+def _describe_unused(request: Request, recipe: Recipe) -> str:
+    if recipe.adapted or request.lora == LoraRequest():
+        return ""
+    return f"`lora` is not used, as `method: {recipe.method}` trains no adapters"
 
 
 def _describe_batch(request: Request, recipe: Recipe) -> str:

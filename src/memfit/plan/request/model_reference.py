@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from memfit import catalog
-from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
+from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean, shorten_name
 from memfit.core.system.reading import is_folder, read_json_table
 from memfit.core.units import MIB
 from memfit.families import text_part
@@ -39,7 +39,12 @@ def find_reference(model: str | dict[str, Any]) -> ModelReference:
     try:
         return _find_row(model)
     except UnknownName:
-        if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        if model.startswith((".", "/", "~")):
+            raise InvalidRequest(
+                f"there is no folder `{shorten_name(model)}`",
+                hint="a model's folder holds config.json; `memfit models` lists names",
+            ) from None
+        if model.count("/") != 1:
             raise
     return _read_hub(model)
 

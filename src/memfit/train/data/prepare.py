@@ -78,7 +78,7 @@ def read_data(
     """
     task = request.task
     if not task.data:
-        raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
+        raise InvalidRequest("no training data is named", hint="name it: `--data PATH`")
     mixture = read_mixture(task.data)
     found = [find_sources(part.path, cache) for part in mixture]
     if not mixture:

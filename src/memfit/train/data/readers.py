@@ -47,7 +47,7 @@ def find_sources(data: str, cache: Path | None = None) -> Sources:
     InvalidRequest: nothing there, empty, binary.
     """
     if not data:
-        raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
+        raise InvalidRequest("no training data is named", hint="name it: `--data PATH`")
     path = Path(data).expanduser()
     hashes = Hashes(str(path), cache or cache_folder())
     if path.is_file():
