@@ -260,6 +260,16 @@ def test_what_is_known_where_it_runs_is_asked_for(text, said, hint, tmp_path):
     assert time.process_time() - begun < 20
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "`.*train.py` is empty"), ("def f(:", r"invalid syntax \(train.py, line 1\)")],
+)
+def test_a_file_without_a_program_says_so(text, said, tmp_path):
+    (tmp_path / "train.py").write_text(text)
+    with pytest.raises(InvalidRequest, match=said):
+        api.check([tmp_path / "train.py"], DEVICE)
+
+
 def test_what_the_command_line_states_need_not_be_known(tmp_path):
     text = "SFTTrainer(args.model, SFTConfig('out', bf16=True, max_length=args.n))"
     checked, _ = ask(tmp_path, text, model="qwen3-0.6b", task={"sequence_length": 64})

@@ -358,7 +358,9 @@ def read_program(file: Path, arguments: Mapping[str, Any] | None = None) -> Prog
     program = Program(file, arguments or {})
     text = read_text(file, most=MOST_SOURCE)
     try:
-        body = _read_cells(text, file) if file.suffix == ".ipynb" else ast.parse(text).body
+        body = (
+            _read_cells(text, file) if file.suffix == ".ipynb" else ast.parse(text, file.name).body
+        )
         program.follow(body)
     except (SyntaxError, ValueError, MemoryError) as error:
         raise InvalidRequest(f"cannot read `{file}`: {error}") from None

@@ -34,9 +34,13 @@ def read_python(file: Path, config: str = "") -> Found:
     where the text is no Python, or makes several or none of that name.
     """
     try:
-        tree = ast.parse(read_text(file, most=MOST_SOURCE))
+        tree = ast.parse(read_text(file, most=MOST_SOURCE), file.name)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidRequest(f"cannot read `{file}`: {error}") from None
+    if not tree.body:
+        raise InvalidRequest(
+            f"`{file}` is empty", hint="name a program that makes a trainer, or a configuration"
+        )
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     made = [name for name, node in functions.items() if not _asks(node)]
     if config and config not in made:
