@@ -80,9 +80,30 @@ def prepare(
             return _write(prepared, folder)
     prepared = _prepare_anew(request, say, override=override, imports=imports)
     if continues and (folder / "run.json").exists():  # nothing is written where it cannot go on
-        run = read_json(folder / "run.json", Run)
-        check_continues(run.recipe, prepared.plan.recipe, run.steps_done)
+        _check_goes_on(read_json(folder / "run.json", Run), prepared, folder)
     return _write(prepared, folder)
+
+
+def _check_goes_on(run: Run, prepared: Prepared, folder: Path) -> None:
+    """Raise InvalidRequest where the folder's run cannot: another recipe, other data, or an end by
+    `run.patience` that still holds."""
+    from memfit.train.checkpoint.files import check_digest
+    from memfit.train.data.prepare import read_data
+    from memfit.train.habits.stopping import judge, read_evaluations
+    from memfit.train.run.logs import read_log
+
+    request, recipe = prepared.request, prepared.plan.recipe
+    check_continues(run.recipe, recipe, run.steps_done)
+    data = read_data(request, recipe.model).training
+    check_digest("data", run.environment.get("data", data.digest), data.digest, folder)
+    if request.run.patience:
+        evaluations = read_evaluations(read_log(folder), request.run.best_by)
+        if judge(evaluations, request.run).stops:
+            raise InvalidRequest(
+                f"the run would end where it is, after step {run.steps_done}: `run.patience:"
+                f" {request.run.patience}` evaluations in turn were no better",
+                hint="`--set run.patience=0`, or a larger one, goes on",
+            )
 
 
 def prepare_moved(

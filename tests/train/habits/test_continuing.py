@@ -108,6 +108,19 @@ def test_the_command_goes_on_where_it_is_told_to(tmp_path, certified_here):
     code, _, said = train("--set", "task.steps=2", "--continue")
     assert code == 2
     assert "`task.steps: 2` is asked for, and the run has done 3 steps" in said
+    log, rows = folder / "log.jsonl", read_rows(folder)
+    worse = [{**row, "evaluation_loss": float(row["step"])} for row in rows]
+    log.write_text("".join(json.dumps(row) + "\n" for row in worse))
+    waits = ("--set", "run.best_by=loss", "--set", "run.patience=2")
+    code, _, said = train(*longer, *waits, "--continue")
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert code == 2
+    assert "would end where it is, after step 3: `run.patience: 2`" in said
+    (tmp_path / "data" / "more.txt").write_text("More of it.")
+    code, _, said = train(*longer, "--continue")
+    assert code == 2
+    assert "the files of `task.data`, or the tokenizer, are others than then" in said
+    (tmp_path / "data" / "more.txt").unlink()
     assert json.loads((folder / "request.json").read_text())["task"]["steps"] == 3
     code, _, said = train(*longer, "--continue")
     assert code == 0

@@ -163,9 +163,11 @@ def check_digest(what: str, held: str, own: str, path: Path) -> None:
     """Raise InvalidRequest when a folder belongs to another recipe or to other data."""
     if held == own:
         return
+    hint = "use another run folder, or remove that one to start again"
+    if what == "data":
+        hint = f"the files of `task.data`, or the tokenizer, are others than then: {hint}"
     raise InvalidRequest(
-        f"`{path}` is of {what} {held}, but this run is of {what} {own}",
-        hint="use another run folder, or remove that one to start again",
+        f"`{path}` is of {what} {held}, but this run is of {what} {own}", hint=hint
     )
 
 
