@@ -115,3 +115,21 @@ def test_what_a_tool_has_no_word_for_is_refused_or_listed(data):
         "task.evaluation_share": "0.1: not written", "run.best_by": "loss: not written",
         "run.evaluate_every": "5.0: not written",
     }  # fmt: skip
+
+
+def test_a_job_names_the_users_own_files_by_whole_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("own.jinja", "own.py", "prompts.jsonl"):
+        (tmp_path / name).write_text("{}")
+    request = api.change(neighbour_plans.find_request("own-lora"), {
+        "task.objective": "grpo", "task.data": "prompts.jsonl", "task.chat_template": "own.jinja",
+        "run.callbacks": ["own.py:note", "of-a-package"], "reward.funcs": ["own.py:right"],
+        "rollout.num_generations": 4, "rollout.max_completion_length": 64,
+        "task.global_batch": 8, "task.sequence_length": 128, "lora.dropout": 0.0,
+    })  # fmt: skip
+    made = api.export(request, "slurm")
+    written = json.loads(made.files["plan.json"])["request"]
+    assert written["task"]["data"] == str(tmp_path / "prompts.jsonl")
+    assert written["task"]["chat_template"] == str(tmp_path / "own.jinja")
+    assert written["run"]["callbacks"] == [f"{tmp_path / 'own.py'}:note", "of-a-package"]
+    assert any(note.startswith("reward: `own.py` is looked up") for note in made.notes)

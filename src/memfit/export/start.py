@@ -8,6 +8,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.core.errors import UnknownName
+from memfit.core.system.reading import is_file, is_folder
 from memfit.export.files import File
 from memfit.export.needs import Need
 from memfit.export.target import Draft, Job, exports
@@ -41,6 +42,9 @@ def find_trainer(job: Job, machines: Machines) -> Trained:
         notes = tuple(
             f"{what}: `{path}` has to be at this path on every machine"
             for what, path in list_local(job.plan).items()
+        ) + tuple(
+            f"reward: `{path}` is looked up in the folder where the job starts: copy it there"
+            for path in _list_rewards(job.plan)
         )
         train = "memfit train plan.json --folder run"
         if job.nodes == 1:  # it starts the ranks of one machine itself
@@ -64,9 +68,23 @@ def list_local(plan: Plan) -> dict[str, str]:
     named = {
         "data": request.task.data, "held-out data": request.task.evaluation,
         "tokenizer": request.tokenizer, "model": plan.recipe.model.source,
+        "chat template": request.task.chat_template,
+        **{
+            f"function {spec}": spec.rpartition(":")[0]
+            for spec in (*request.run.metrics, *request.run.callbacks)
+        },
     }  # fmt: skip
     paths = {what: Path(name).expanduser() for what, name in named.items() if name}
-    return {what: str(path.resolve()) for what, path in paths.items() if path.exists()}
+    here = {what: path for what, path in paths.items() if is_file(path) or is_folder(path)}
+    return {what: str(path.resolve()) for what, path in here.items()}
+
+
+def _list_rewards(plan: Plan) -> list[str]:
+    """Files of reward functions and the folder of an adapter that are named from here; they are a
+    part of the recipe, which a job takes as it is."""
+    reward = plan.recipe.reward
+    named = (*reward.files, reward.adapter_folder) if plan.recipe.samples else ()
+    return [path for path in named if path and not Path(path).expanduser().is_absolute()]
 
 
 def with_whole_paths(plan: Plan) -> Plan:
@@ -76,12 +94,24 @@ def with_whole_paths(plan: Plan) -> Plan:
         request.task,
         data=local.get("data", request.task.data),
         evaluation=local.get("held-out data", request.task.evaluation),
+        chat_template=local.get("chat template", request.task.chat_template),
+    )
+
+    def name_whole(specs: tuple[str, ...]) -> tuple[str, ...]:
+        found = ((local.get(f"function {s}"), s) for s in specs)
+        return tuple(f"{path}:{s.rpartition(':')[2]}" if path else s for path, s in found)
+
+    run = replace(
+        request.run,
+        metrics=name_whole(request.run.metrics),
+        callbacks=name_whole(request.run.callbacks),
     )
     tokenizer = local.get("tokenizer", request.tokenizer)
     model = request.model
     if isinstance(model, str) and "model" in local:
         model = local["model"]
-    return replace(plan, request=replace(request, task=task, tokenizer=tokenizer, model=model))
+    request = replace(request, task=task, tokenizer=tokenizer, model=model, run=run)
+    return replace(plan, request=request)
 
 
 def _script(job: Job, draft: Draft, machines: Machines) -> str:
