@@ -152,6 +152,7 @@ def test_a_wrong_flag_is_one_error(words, said):
         (["--orpo"], "that is `--objective orpo` here"), (["--trl"], "that is `--framework trl`"),
         (["--full-finetune"], "that is `--method full` here"),
         (["--deadline", "3 days"], "that is `--set 'limits.time=3 days'` here"),
+        (["--budget", "500"], "that is `--set 'limits.cost=500 USD'` here"),
         (["--zero", "3"], "zero: 3}'` here; 8 stands for your number of devices; "),
         (["--world-size", "8"], "that is `--gpus 8` here; `memfit plan"),  # in all, not of a node
         (["--no-such-flag"], "`memfit plan --help`"),
@@ -305,11 +306,15 @@ def test_a_device_that_yaml_reads_as_a_number_is_its_name(tmp_path):
         assert out.startswith("FITS  gpt2 on rtx-4090")
 
 
-def test_adapters_that_nobody_trains_are_named_and_a_file_that_is_not_here():
+def test_adapters_that_nobody_trains_are_named_and_a_file_that_is_not_here(tmp_path):
     _, out, _ = quick("plan", "gpt2", "--device", "l4", "--full", "--lora-rank", "8", "--why")
     assert "`lora` is not used, as `method: full` trains no adapters" in " ".join(out.split())
     _, out, _ = quick("plan", "gpt2", "--device", "l4", "--data", "nowhere.jsonl", "--why")
     assert "`task.data: nowhere.jsonl` is not here" in " ".join(out.split())
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    _, out, _ = quick("plan", "gpt2", "--device", "l4", "--data", str(empty), "--why")
+    assert "holds nothing here whose tokens" in " ".join(out.split())
 
 
 def test_a_folder_that_is_not_here_is_no_unknown_name():

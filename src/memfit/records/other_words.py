@@ -51,6 +51,11 @@ def _key(key: str, note: str = "") -> Word:
     return lambda value: Answer({key: value}, note)
 
 
+def _money(key: str) -> Word:
+    """An amount, which is of dollars where it has no unit."""
+    return lambda value: Answer({key: f"{value} USD" if type(value) in (int, float) else value})
+
+
 def _switch(on: dict[str, Any], off: dict[str, Any] | None = None, note: str = "") -> Word:
     """Changes of a word that is true, and of one that is false."""
     without = Answer(off) if off else Answer({}, "leave it out: nothing else is assumed here")
@@ -367,9 +372,9 @@ WORDS: dict[str, Word] = {
     **dict.fromkeys(("expert_parallel_size", "ep"), _key("parallel.ep")),
     "memory": _key("limits.memory"), "vram": _key("limits.memory"),
     "gpu_memory": _key("limits.memory"), "max_memory": _key("limits.memory"),
-    **dict.fromkeys(("budget", "cost", "max_cost", "max_price"), _key("limits.cost")),
+    **dict.fromkeys(("budget", "cost", "max_cost", "max_price"), _money("limits.cost")),
     **dict.fromkeys(("time", "deadline", "max_time", "time_limit"), _key("limits.time")),
-    "price": _key("hardware.price"), "from_scratch": _switch({"weights": "random"}),
+    "price": _money("hardware.price"), "from_scratch": _switch({"weights": "random"}),
     **dict.fromkeys(("backend", "engine"), _key("framework")),
     "explain": _nothing("`--why` explains each figure"),
     "prompt": _nothing("the prompt stands behind the run: `memfit generate RUN PROMPT`"),

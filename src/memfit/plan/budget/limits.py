@@ -26,7 +26,7 @@ def find_excess(plan: Plan) -> DoesNotFit | None:
         )
     if limits.usd is not None and cost is not None and cost > limits.usd:
         return DoesNotFit(
-            f"the fastest plan costs {cost:,.0f} USD on {devices}, and `limits.cost` is"
+            f"the fastest plan costs {cost:,.2f} USD on {devices}, and `limits.cost` is"
             f" {limits.cost}",
             hint=HINT,
         )

@@ -49,14 +49,15 @@ def count_steps(request: Request, length: int, packed: bool) -> Steps:
         return Steps(0, f"steps unknown: {_show_passes(task.epochs)} of data whose size is not"
                      " known (`--set task.data=FILE` counts a file here)")  # fmt: skip
     found = estimate_data(task.data, request.tokenizer or _folder(request))
-    if found is None:
+    if found is None or found.tokens < 1:
         absent = "=" not in task.data and not exists(expand(task.data))
         fault = "is not here" if absent else "holds nothing here whose tokens can be estimated"
         return Steps(0, f"steps unknown: `task.data: {task.data}` {fault}")
     epochs = 1.0 if task.epochs is None else task.epochs
     rows = _count_rows(task, found, length, request.generations, packed=packed)
     steps = max(1, math.ceil(rows * epochs / request.global_batch))
-    return Steps(steps, f"about {steps:,} steps: {_show_passes(epochs)} of about"
+    about = f"about {steps:,} step{'s' if steps != 1 else ''}"
+    return Steps(steps, f"{about}: {_show_passes(epochs)} of about"
                  f" {units.show_count(found.tokens)} tokens; {found.because}")  # fmt: skip
 
 
