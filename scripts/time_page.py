@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from memfit.accuracy.time_errors import TimeAccuracy
+from memfit.accuracy.corpus import read_corpus
+from memfit.accuracy.time_errors import TimeAccuracy, predict_seconds
+from memfit.catalog import find_device
+from memfit.families import read_model
 from memfit.plan.step_time.communication.collectives import HOPS, PROTOCOLS
+from memfit.plan.step_time.counts.linear_attention import read_linear
 from memfit.plan.step_time.counts.operations import USUAL, find_operations, read_operations
 from memfit.plan.step_time.own import AROUND
 from memfit.plan.step_time.rates import read_rates
@@ -81,6 +85,18 @@ dispatching beside it. LLM.int8 looks for outliers, so that the host waits for e
 and nothing runs beside. The loss and the norms of queries and keys move the bytes that torch's
 operations read and write, where other frameworks fuse them.
 
+**Linear attention** (Qwen3.5, Qwen3-Next) in memfit's own step on a GPU is Hugging Face's code over
+torch: each chunk of 64 tokens has a turn of {turn} operations forward and {turn_back} backward
+(16-bit products over fp32 weights), beside {beside} of the block. Bytes are those of the tensors
+that its operations read and write
+(`src/memfit/catalog/linear_attention.json`, by token, chunk and state); a turn's backward writes
+and adds zeros as large as the whole row, so that bytes grow with the square of a row's length.
+Small products take the rate of a call of a turn's size; triangular systems' FLOP stand in no curve
+and count as products'. Where nobody measured a card's host, launches take what memfit measured of
+an H100's. {measured} measured step{plural} of it took {ratios} of what was predicted: too few for
+a range of its own, so that it is as wide as the worst published step's. A processor's time, and
+kernels of `fla`, would need another rule, and are refused.
+
 **How far off.** {rows:,} published steps of {sources} sources, one weight each: median error
 {median:.1%}, 90 % within {p90:.1%}, the worst {worst:.0%}; Kendall's tau of the order inside sweeps
 {tau:.2f} in the median. [accuracy_time.md](accuracy_time.md) has them by source and device.
@@ -107,11 +123,27 @@ def page(found: TimeAccuracy) -> str:
     all_ = found.headline
     assert all_ is not None
     decoding, usual = decode_range.read_decode_errors(), find_operations(USUAL, "half")
+    scans, ratios = read_linear()["qwen3_5_text"]["cast"].launches, measured_scans()
     tail = TAIL.format(
         reading=READING, wide=usual.decode, adapter=ADAPTER_CAST, kernel=1e6 * KERNEL,
         rates=decoding.rows, low=decoding.low, high=decoding.high,
         around=AROUND, operations=usual.step, families=len(read_operations()),
         rows=all_.rows, sources=all_.sources, median=all_.median,
-        p90=all_.p90, worst=all_.worst, tau=found.tau,
+        p90=all_.p90, worst=all_.worst, tau=found.tau, turn=scans.turn, turn_back=scans.turn_back,
+        beside=scans.forward + scans.backward, measured=len(ratios),
+        plural="" if len(ratios) == 1 else "s", ratios=", ".join(f"{r:.2f}" for r in ratios),
     )  # fmt: skip
     return HEAD + "\n".join(lines) + "\n" + tail
+
+
+def measured_scans() -> list[float]:
+    """Measured over predicted seconds of memfit's own steps with linear attention on GPUs."""
+    found = []
+    for row in read_corpus():
+        timed = row.measurements.get("time.step_seconds")
+        if timed is None or row.recipe.framework != "memfit":
+            continue
+        recurrent = read_model(row.recipe.model).architecture.recurrent
+        if recurrent and not find_device(row.recipe.device).is_cpu:
+            found.append(timed.value / predict_seconds(row))
+    return found

@@ -518,9 +518,8 @@ def test_qwens_quantised_rows_lose_their_memory_and_keep_their_time():
 
 def test_memfits_own_steps_are_predicted_better_by_what_was_measured_of_their_card(monkeypatch):
     rows = [r for r in TIMED if r not in OTHERS and not find_device(r.recipe.device).is_cpu]
-    rows = [r for r in rows if not families.read_model(r.recipe.model).architecture.recurrent]
     measured = [row.measurements["time.step_seconds"].value for row in rows]
-    assert len(rows) >= 14
+    assert len(rows) >= 15
 
     def errors():
         return [abs(predict_seconds(r) / m - 1) for r, m in zip(rows, measured, strict=True)]

@@ -8,9 +8,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from memfit.adapters import find_adapter
+from memfit.core.errors import TimeUnknown
 from memfit.families import read_model
 from memfit.plan.request.problem import find_device
 from memfit.plan.step_time.block import around
+from memfit.plan.step_time.counts.linear_attention import multiplied
 from memfit.plan.step_time.predicted_time import (
     count_work,
     describe_time,
@@ -19,10 +21,11 @@ from memfit.plan.step_time.predicted_time import (
     relative_seconds,
     sum_up,
 )
+from memfit.records.model import CHUNK
 from memfit.records.recipe import Freeze, Lora, Preference
 from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
 from memfit.train.step.step import Batch, step
-from tiny_models import CONFIGS, RECURRENT, make_recipe
+from tiny_models import CONFIGS, RECURRENT, make_built, make_recipe
 
 
 def change(recipe, **changes):
@@ -122,13 +125,61 @@ def test_predicted_work_of_every_family_is_what_torch_counts(family, changes):
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_linear_attention_has_no_time_on_a_device_of_known_speed(family):
-    """Its work is not described, so that no seconds may be made of it."""
-    recipe = make_recipe(family)
+def test_predicted_work_of_linear_attention_is_what_torch_counts(family):
+    """Two chunks a row; block 0 is recomputed, and block 1, of attention, in part.
+
+    The counter knows no triangular solve. Nothing reads the last state, and the first one is no
+    product's: four products of a backward, each as large as two of a turn's, are not made.
+    """
+    recipe = make_recipe(
+        family, attention="math", recompute_blocks=1, selective_blocks=1, sequence_length=128
+    )
+    config = {**recipe.model.config, "max_position_embeddings": 128}
+    recipe = change(recipe, model=change(recipe.model, config=config))
+    built, ids = make_built(recipe), torch.zeros(2, 128, dtype=torch.int64)
+    aten = torch.ops.aten
+    with FlopCounterMode(
+        display=False, custom_mapping={aten._grouped_mm: count_grouped}
+    ) as counter:
+        step(built, [Batch(ids, ids)], ids.numel())
+    counts = counter.get_flop_counts()["Global"]
+    seen = counts.pop(aten.bmm) + counts.pop(aten.baddbmm, 0)
+    # of which it pads rows, and forgets groups in the backward
+    assert all(counts.pop(op) for op in (aten.convolution, aten.convolution_backward))
     totals = sum_up(read_model(recipe.model))
-    assert predict_timeline(totals, recipe, find_device("h100-sxm")).spans == ()
-    llama = make_recipe()
-    assert predict_timeline(sum_up(read_model(llama.model)), llama, find_device("h100-sxm")).spans
+    work, a = count_work(totals, recipe), totals.architecture
+    linear, again = 2, 1  # blocks 0 and 2
+    sizes, tokens = a.linear, 2 * 128
+    convolved = 2 * sizes.channels * sizes.kernel * tokens * (3 * linear + again)
+    products = sum(counts.values()) + convolved
+    assert work.hardware - work.attention == pytest.approx(products, rel=1e-12)
+    solved = 2 * CHUNK * sizes.value_heads * (sizes.key + sizes.value) * tokens
+    turn = 2 * CHUNK * sizes.value_heads * sizes.key * sizes.value * 2
+    ours = work.attention - (2 * linear + again) * solved - linear * 4 * turn
+    scanned = multiplied(sizes) * tokens * (3 * linear + again)
+    both_halves = work.attention - scanned
+    assert ours + both_halves == pytest.approx(seen, rel=1e-12)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_linear_attention_has_seconds_on_a_gpu_in_memfits_own_step_alone(family):
+    recipe = make_recipe(family)
+    totals, gpu = sum_up(read_model(recipe.model)), find_device("h100-sxm")
+    timeline = predict_timeline(totals, recipe, gpu)
+    told = describe_time(totals, recipe, gpu, timeline)
+    assert "64 operations a block" in told.because or "45 operations a block" in told.because
+    assert "with linear attention are on record" in told.range_because
+    other = find_device("rtx-4090")
+    told = describe_time(totals, recipe, other, predict_timeline(totals, recipe, other))
+    assert "on the host that memfit measured" in told.because
+    processor = change(find_device("cpu-x86"), flops={"fp32": 1e11}, bandwidth=1e10)
+    for device, framework, why in (
+        (processor, "memfit", "a processor runs torch's code of linear attention"),
+        (gpu, "hf-trainer", "which kernels of linear attention"),
+    ):
+        with pytest.raises(TimeUnknown, match=why):
+            find_setting(totals, change(recipe, framework=framework), device)
+        assert predict_timeline(totals, change(recipe, framework=framework), device).spans == ()
 
 
 def test_a_device_of_unknown_speed_has_no_time(tiny_recipe):

@@ -101,6 +101,9 @@ class Latent(Record, frozen=True, kw_only=True):
     value: int = 0  # elements of a value's head
 
 
+CHUNK = 64  # tokens of a chunk of linear attention, the default of Hugging Face's classes
+
+
 class Linear(Record, frozen=True, kw_only=True):
     """Linear attention by the gated delta rule (2412.06464); `key_heads` 0 where there is none."""
 

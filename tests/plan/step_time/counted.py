@@ -13,7 +13,7 @@ from memfit.train.generation.loop import generate_batch
 from memfit.train.generation.settings import Settings
 from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
 from memfit.train.step.step import Batch, autocast, step
-from tiny_models import make_built, make_recipe
+from tiny_models import RECURRENT, make_built, make_recipe
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers")
 # how weights are stored and multiplied -> the precision of a whole training that does so
@@ -52,29 +52,25 @@ def count_step(recipe):
     return counted.number
 
 
-def count_of_block(recipe, period=1):
-    """Operations of one more block in one more micro-batch, whose gradients are added up.
-
-    period: blocks after which their kinds repeat, whose mean it is.
-    """
+def count_of_block(recipe):
+    """Operations of one more block in one more micro-batch, whose gradients are added up."""
     found = {}
-    for more in (period, 2 * period):
+    for more in (1, 2):
         deep = replace(deepen(recipe, more), micro_batch=1)
         if recipe.recompute_blocks:
             deep = replace(deep, recompute_blocks=read_model(deep.model).architecture.layers)
         for times in (2, 3):
             found[more, times] = count_step(replace(deep, accumulation=times))
-    first, last = period, 2 * period
-    both = found[last, 3] - found[last, 2] - found[first, 3] + found[first, 2]
-    return round(both / period)
+    return found[2, 3] - found[2, 2] - found[1, 3] + found[1, 2]
 
 
-def count_decode(recipe, period=1):
+def count_decode(recipe):
     """Operations of one block in one decoding step of memfit's own loop, and of the rest of it."""
-    first, last = (_count_decoding(deepen(recipe, n * period)) for n in (1, 2))
-    block = (last - first) / period
-    depth = read_model(deepen(recipe, period).model).architecture.layers
-    return round(block), round(first - depth * block)
+    # a CPU's products of fp32 weights are oneDNN's; a GPU launches what is counted
+    with patch.object(products, "_is_available", lambda: False):
+        first, last = (_count_decoding(deepen(recipe, n)) for n in (1, 2))
+    depth = read_model(deepen(recipe, 1).model).architecture.layers
+    return last - first, first - depth * (last - first)
 
 
 def _count_decoding(recipe):
@@ -100,8 +96,7 @@ def make_counted(family, way):
 def count_family(family, way):
     """(operations of a step's block, of a decoding step's) of a family, as its table has them."""
     recipe = make_counted(family, way)
-    kinds = recipe.model.config.get("layer_types", ())
-    period = len(kinds) if "linear_attention" in kinds else 1
-    # a CPU's products of fp32 weights are oneDNN's; a GPU launches what is counted
-    with patch.object(products, "_is_available", lambda: False):
-        return count_of_block(recipe, period), count_decode(recipe, period)[0]
+    if family in RECURRENT:  # blocks of attention alone: counted_linear.py counts the others
+        config = {**recipe.model.config, "full_attention_interval": 1}
+        recipe = replace(recipe, model=replace(recipe.model, config=config))
+    return count_of_block(recipe), count_decode(recipe)[0]

@@ -9,17 +9,18 @@ from typing import NamedTuple
 
 from memfit.plan.step_time import work
 from memfit.plan.step_time.adapters import WHOLE
-from memfit.plan.step_time.arrays import Number, larger, smaller, where
+from memfit.plan.step_time.arrays import Number, ceil_div, everywhere, larger, smaller, where
 from memfit.plan.step_time.communication.exchanges import (
     all_to_all,
     context_ring,
     send_seconds,
     tensor_seconds,
 )
-from memfit.plan.step_time.own import Points, rate_at
+from memfit.plan.step_time.own import Points, find_usual_launch, rate_at
 from memfit.plan.step_time.rates import Setting
 from memfit.plan.step_time.runs import BLOCKS_DO_NOT_READ, once
 from memfit.plan.step_time.work import Product
+from memfit.records.model import CHUNK
 
 
 class Passes(NamedTuple):
@@ -206,6 +207,34 @@ def remake(setting: Setting) -> Number:
     return numbers * layout.numbers.element / (machine.memory * rates.elementwise.memory)
 
 
+def scan(setting: Setting) -> tuple[Number, Number]:
+    """Seconds of linear attention beside products by weights, forward and backward.
+
+    Its bytes are counted and go as fast as copies do; those of its small products among them, whose
+    FLOP take the time of one turn's call as often as there are turns.
+    """
+    layout, machine, rates = setting.layout, setting.machine, setting.rates
+    found, own = layout.scan, machine.own.products
+    if everywhere(found.turn == 0):
+        return 0.0, 0.0
+    rows, tokens, chunks = count_chunks(layout)
+    there = tokens * found.token_moved + rows * chunks * found.state_moved
+    back = tokens * (found.token_back + chunks * found.chunk_back)
+    back = back + rows * chunks * found.state_back
+    flop = tokens * found.token_flop
+    speed = (1.0 if own else machine.products) * rates.compute.products / rates.compute.slowdown
+    if own:
+        speed = speed * rate_at(own, larger(flop / larger(chunks, 1), 1.0))
+    return there / machine.memory + flop / speed, back / machine.memory + 2 * flop / speed
+
+
+def count_chunks(layout: work.Layout) -> tuple[Number, Number, Number]:
+    """Rows, tokens of all rows with what fills up their last chunks, and chunks of a row."""
+    chunks = ceil_div(layout.rows.sequence, CHUNK)
+    rows = layout.rows.micro_batch
+    return rows, rows * chunks * CHUNK, chunks
+
+
 class Block(NamedTuple):
     """Seconds of one block and micro-batch on one rank, the mean of all blocks."""
 
@@ -239,8 +268,10 @@ def _spend(setting: Setting) -> Spent:
     products, extra = block_products(setting), around(setting)
     there, back = attend(setting)
     # weights in int8 are multiplied as they are, and unpacked in backward alone
+    scanned, scanned_back = scan(setting)
     forward = products.forward + there + sum(extra) - layout.numbers.eight * extra.unpacking
-    backward = products.inputs + products.weights + back
+    forward = forward + scanned
+    backward = products.inputs + products.weights + back + scanned_back
     backward = backward + 2 * (extra.elementwise + extra.casts + extra.adapters) + extra.unpacking
     backward = backward + remake(setting)
     reduced = rates.exposed.exposed_tensor * where(
@@ -251,7 +282,7 @@ def _spend(setting: Setting) -> Spent:
         backward=backward,
         products=products.forward,
         attention=there,
-        elementwise=extra.elementwise,
+        elementwise=extra.elementwise + scanned,
         adapters=extra.adapters,
         # two all-reduces a forward; where tp ranks share the experts' tokens, half of that
         inside=reduced * tensor_seconds(setting) * where(shape.experts > 0, 1, 2),
@@ -287,6 +318,9 @@ def time_block(setting: Setting, spent: Spent) -> Block:
     ) / 3
     counted = layout.numbers.operations  # routing among them
     each = setting.machine.own.launch or rates.host.launch / WHOLE
+    if not (setting.machine.own.launch or everywhere(layout.scan.turn == 0)):
+        # what was fitted is of blocks whose operations others fuse
+        each = find_usual_launch() or each
     launch = where(counted > 0, each * counted, rates.host.launch)
     host = launch * where(layout.numbers.compiled > 0, 0.6, 1.0) * (1 + passes)
     host = host + where(counted > 0, 0.0, (1 - shape.plain) * rates.host.expert_launch)
@@ -294,7 +328,8 @@ def time_block(setting: Setting, spent: Spent) -> Block:
     beside = rates.host.adapter_launch * layout.beside.adapters - layout.beside.spared
     host = host * (1 + (1 - layout.update.trains) * beside) + layout.update.update_launch
     quantised = each * layout.numbers.quantised * where(counted > 0, 1.0, 0.0)
-    launched = host / 3 + quantised  # a third of the launches are the forward's
+    turns, turns_back = _launch_turns(setting, each)
+    launched = host / 3 + quantised + turns  # a third of the launches are the forward's
     alone = spent.forward - spent.adapters  # the base model's
     return Block(
         forward=spent.forward + layout.loss.references * alone,
@@ -304,9 +339,20 @@ def time_block(setting: Setting, spent: Spent) -> Block:
         * repeated,
         exposed=spent.inside + spent.dispatch + spent.ring,
         launched=launched,
-        launched_back=(host * 2 / 3 + quantised) * entered,
+        launched_back=(host * 2 / 3 + quantised + turns_back) * entered,
         waited=where(layout.numbers.waits > 0, launched, 0.0),
     )
+
+
+def _launch_turns(setting: Setting, each: Number) -> tuple[Number, Number]:
+    """Seconds in which the host launches the turns of linear attention's scan, both ways; each:
+    of one operation."""
+    layout = setting.layout
+    _, _, chunks = count_chunks(layout)
+    repeated = layout.recompute.repeated + layout.recompute.recomputed * layout.recompute.selective
+    turn = layout.scan.turn
+    there = (1 + layout.loss.references) * turn
+    return each * chunks * there, each * chunks * (layout.scan.turn_back + repeated * turn)
 
 
 def time_head(setting: Setting) -> Number:

@@ -76,6 +76,13 @@ def read_own(device: Device, dtype: str, wide: str, kernel: str, *, own_step: bo
     )  # fmt: skip
 
 
+def find_usual_launch() -> float:
+    """Seconds of an operation inside a model on the slowest host that memfit measured; 0: none."""
+    return AROUND * max(
+        (found.launch_seconds or 0.0 for found in read_measured().values()), default=0.0
+    )
+
+
 def describe(own: Own) -> str:
     """Which of the clock's figures were measured so, in words; "" where none was."""
     return ", ".join(name for field, name in NAMES.items() if getattr(own, field))

@@ -13,7 +13,7 @@ of them ran memfit's own step, and `because` says so.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 from msgspec.structs import replace
@@ -24,8 +24,9 @@ from memfit.families import find_family
 from memfit.plan.frameworks import find_framework
 from memfit.plan.step_time.adapters import PROJECTIONS, Matrix, list_matrices, with_adapters
 from memfit.plan.step_time.arrays import change
-from memfit.plan.step_time.block import EAGER_CAST_BYTES, FUSED_CAST_BYTES
+from memfit.plan.step_time.block import EAGER_CAST_BYTES, FUSED_CAST_BYTES, count_chunks
 from memfit.plan.step_time.communication.collectives import Links
+from memfit.plan.step_time.counts.linear_attention import multiplied
 from memfit.plan.step_time.counts.own_counts import with_counts
 from memfit.plan.step_time.own import describe
 from memfit.plan.step_time.rates import Machine, Setting, explain, find_rates
@@ -52,11 +53,12 @@ from memfit.plan.step_time.update_time import Updated, count_updated, with_updat
 from memfit.plan.step_time.work import Shape
 from memfit.records import Record
 from memfit.records.hardware import Device
-from memfit.records.model import SCORE, Architecture, Model, Weight
+from memfit.records.model import CHUNK, LINEAR, SCORE, Architecture, Model, Weight
 from memfit.records.recipe import Recipe
 from memfit.records.results import Time
 from memfit.records.timeline import Span, Timeline
 
+SCANNED = "linear attention"
 # Where the device's speed is unknown, recipes are still ranked, by rates nobody claims.
 OTHER_ADAPTERS = f".{VALUE}.weight", f".{REWARD}.weight"  # how their matrices' names end
 RANKING_FLOPS, RANKING_BANDWIDTH = {"fp32": 1e12, "bf16": 1.5e12, "fp16": 1.5e12}, 5e10
@@ -157,40 +159,49 @@ def _is_only_added(w: Weight, a: Architecture) -> bool:
 def count_work(totals: Totals, recipe: Recipe) -> Work:
     """FLOP of one optimizer step of this recipe."""
     a, tokens = totals.architecture, recipe.tokens * recipe.accumulation
-    widths = a.head_dim + (a.latent.value or a.head_dim)  # of keys, and of values
-    attention = 1.0 * recipe.sequence_length * a.heads * widths * tokens  # a block, causal
     dense, trained, first = totals.dense, totals.trained, totals.first
-    entered = a.layers - first
-    forward = 2 * tokens * (sum(dense) + totals.head) + attention * a.layers
+    attended = partial(_attend, a, recipe)
+    every, entered = attended(range(a.layers)), attended(range(first, a.layers))
+    forward = 2 * tokens * (sum(dense) + totals.head) + every
     # a reference's forward is part of the mathematics: all but the adapters
-    base = 2 * tokens * (sum(dense) - sum(trained) + totals.head) + attention * a.layers
+    base = 2 * tokens * (sum(dense) - sum(trained) + totals.head) + every
     forward += recipe.references * base
     forward += recipe.mismatches * (base + 2 * tokens * sum(trained))
     products = sum(dense[first:]) + sum(trained[first:]) + totals.head + totals.head_trained
-    backward = 2 * tokens * products + 2 * attention * entered
+    backward = 2 * tokens * products + 2 * entered
     recomputed = slice(min(first, recipe.recompute_blocks), recipe.recompute_blocks)
-    repeated = len(dense[recomputed])
-    if recipe.attention == "math":  # a selective block keeps the other kernels' results
-        part = recipe.recompute_blocks + recipe.selective_blocks
-        repeated += max(0, part - max(first, recipe.recompute_blocks))
-    recompute = (
-        2 * tokens * (sum(dense[recomputed]) - sum(totals.last[recomputed])) + attention * repeated
-    )
+    repeated = attended(range(recomputed.start, recomputed.stop))
+    part = range(max(first, recomputed.stop), recomputed.stop + recipe.selective_blocks)
+    repeated += attended(part, fused=recipe.attention == "math")
+    recompute = 2 * tokens * (sum(dense[recomputed]) - sum(totals.last[recomputed])) + repeated
     if recipe.values:  # the same blocks once more, without the vocabulary
-        forward += 2 * tokens * sum(dense) + attention * a.layers
+        forward += 2 * tokens * sum(dense) + every
         backward += 2 * tokens * (sum(dense[first:]) + sum(trained[first:]))
-        backward += 2 * attention * entered
+        backward += 2 * entered
         recompute *= 2
     norms = 2 * recipe.lora.rank * recipe.accumulation  # DoRA's B A, of no token
     forward += norms * sum(totals.measured)
     recompute += norms * sum(totals.measured[recomputed])
     if (recipe.compares or recipe.samples) and recipe.loss == "chunked":
         recompute += 2 * tokens * totals.head
-    share = attention * (
-        (1 + recipe.references + recipe.mismatches) * a.layers + 2 * entered + repeated
-    )
+    share = (1 + recipe.references + recipe.mismatches) * every + 2 * entered + repeated
     share *= 2 if recipe.values else 1
     return Work(forward=forward, backward=backward, recompute=recompute, attention=share)
+
+
+def _attend(a: Architecture, recipe: Recipe, blocks: range, *, fused: bool = True) -> float:
+    """FLOP of attention's own products in some blocks, forward; fused: those of fused kernels
+    too, whose results a selective block saves."""
+    tokens = recipe.tokens * recipe.accumulation
+    widths = a.head_dim + (a.latent.value or a.head_dim)  # of keys, and of values
+    attention = 1.0 * recipe.sequence_length * a.heads * widths * tokens  # a block, causal
+    linear = sum(a.kind(layer) == LINEAR for layer in blocks) if a.recurrent else 0
+    found = attention * (len(blocks) - linear) if fused else 0.0
+    if not linear:
+        return found
+    chunks = -(-recipe.sequence_length // CHUNK)
+    rows = recipe.micro_batch * recipe.accumulation
+    return found + 1.0 * multiplied(a.linear) * rows * chunks * CHUNK * linear
 
 
 def _embedding_trains(model: Model) -> bool:
@@ -201,7 +212,7 @@ def find_setting(
     totals: Totals, recipe: Recipe, device: Device, network: Network = USUAL
 ) -> Setting:
     """Everything that the recipe's time depends on; raises TimeUnknown."""
-    check_timed(totals.architecture)
+    check_timed(totals.architecture, recipe.framework, device)
     basis = read_basis(recipe)
     machine = read_machine(device, recipe, basis, network)
     return _setting(totals, recipe, device, basis, machine)
@@ -366,7 +377,8 @@ def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Time
             phases, recipe, work.model, _because(totals, recipe, device), device.basis
         )
     if seconds:
-        low, high, why = find_range(seconds, read_basis(recipe).stack, device.id)
+        few = SCANNED if totals.architecture.recurrent else ""
+        low, high, why = find_range(seconds, read_basis(recipe).stack, device.id, few)
     return Time(
         step_seconds=seconds,
         tokens_per_second=rate,
@@ -408,10 +420,27 @@ def _because(totals: Totals, recipe: Recipe, device: Device) -> str:
     except TimeUnknown as reason:
         return f"unknown: {reason.message}"
     own, basis = describe(setting.machine.own), read_basis(recipe)
+    scanned = _tell_scan(setting) if totals.architecture.recurrent else ""
     rest = explain(device, basis.stack, basis.narrow, basis.kernel)
     if own:
         rest = f"{own} by {setting.machine.own.by}; what else there is: {rest}"
-    return f"{rest}; the device's speed by {device.basis}{_slower_than_whole(setting, recipe)}"
+    slower = _slower_than_whole(setting, recipe)
+    return f"{rest}; the device's speed by {device.basis}{scanned}{slower}"
+
+
+def _tell_scan(setting: Setting) -> str:
+    """Words for linear attention, whose launches decide a step of few and short rows."""
+    _, _, chunks = count_chunks(setting.layout)
+    found = setting.layout.scan
+    each = (found.turn + found.turn_back) / setting.shape.linear
+    words = (
+        f"; {SCANNED} is torch's code, without kernels of its own: {chunks * each:,.0f} operations"
+        f" a block of it and micro-batch for {chunks:g} chunks of {CHUNK} tokens, and in the"
+        " backward bytes that grow with the square of a row's length"
+    )
+    if setting.machine.own.launch:
+        return words
+    return f"{words}; launches take as long as on the host that memfit measured"
 
 
 def _slower_than_whole(setting: Setting, recipe: Recipe) -> str:

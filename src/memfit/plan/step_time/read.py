@@ -40,7 +40,7 @@ from memfit.plan.step_time.work import (
 )  # fmt: skip
 from memfit.records import Record
 from memfit.records.hardware import Device
-from memfit.records.model import DTYPE_BYTES, SLIDING, Architecture, Model
+from memfit.records.model import DTYPE_BYTES, LINEAR, SLIDING, Architecture, Model
 from memfit.records.recipe import Recipe
 
 Kernel = Literal["math", "triton", "flash1", "flash2", "fused"]
@@ -95,13 +95,24 @@ def read_network(text: str, devices_per_node: int) -> float | None:
     return each
 
 
-def check_timed(a: Architecture) -> None:
-    """Raise TimeUnknown for blocks whose speed nobody has stated."""
-    if a.recurrent:
+def check_timed(a: Architecture, framework: str, device: Device) -> None:
+    """Raise TimeUnknown for blocks whose speed nobody has stated: linear attention's but in
+    memfit's own step on a GPU, which runs torch's code of it, operation by operation."""
+    if not a.recurrent:
+        return
+    if not find_framework(framework).recurrent:
         raise TimeUnknown(
-            f"how fast torch's code of linear attention runs, which `{a.family}` has, is in no"
-            " measurement",
-            hint="`memfit predict` with the same words says what memory it takes",
+            f"which kernels of linear attention, which `{a.family}` has, `{framework}` runs depends"
+            " on the packages that are installed",
+            hint="`memfit predict` with the same words says what memory it takes; without"
+            " `framework` memfit's own step is planned, which has seconds",
+        )
+    if device.is_cpu:
+        raise TimeUnknown(
+            f"how fast a processor runs torch's code of linear attention, which `{a.family}` has,"
+            " is in no measurement",
+            hint="`memfit predict` with the same words says what memory it takes; a GPU's seconds"
+            " are counted",
         )
 
 
@@ -123,8 +134,20 @@ def read_shape(model: Model) -> Shape:
         shared_ffn=float(e.shared_ffn), plain=plain, window=float(a.sliding_window),
         sliding=slides if a.sliding_window else 0.0, clamped=float(a.sinks and e.count > 0),
         vocab=float(a.vocab), own_head=float(not a.tied_embeddings and not a.scores),
-        scores=float(a.scores),
+        scores=float(a.scores), **_read_linear(a),
     )  # fmt: skip
+
+
+def _read_linear(a: Architecture) -> dict[str, float]:
+    """How many blocks have linear attention, and the widths of its products."""
+    if not a.recurrent:
+        return {"gates": float(a.output_gate)}
+    sizes, values = a.linear, a.linear.value_heads * a.linear.value
+    share = sum(a.kind(layer) == LINEAR for layer in range(a.layers)) / a.layers
+    return {
+        "linear": share, "entering": float(sizes.channels + values + 2 * sizes.value_heads),
+        "leaving": float(values), "gates": float(a.output_gate),
+    }  # fmt: skip
 
 
 def _gated(model: Model) -> float:
@@ -405,7 +428,7 @@ def read_setting(
     Raises TimeUnknown where the device, what joins devices, or a block's speed is not described
     well enough.
     """
-    check_timed(model.architecture)
+    check_timed(model.architecture, recipe.framework, device)
     basis = read_basis(recipe, software)
     shape = read_shape(model)
     a, matrices = model.architecture, list_matrices(model)

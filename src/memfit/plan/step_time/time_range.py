@@ -34,13 +34,17 @@ def read_errors() -> TimeErrors:
     return from_data(msgspec.json.decode(FILE.read_bytes()), TimeErrors, source=str(FILE))
 
 
-def find_range(seconds: float, stack: str, device: str) -> tuple[float, float, str]:
-    """The least and the most seconds that are to be expected, and why the range is that wide."""
+def find_range(seconds: float, stack: str, device: str, few: str = "") -> tuple[float, float, str]:
+    """The least and the most seconds that are to be expected, and why the range is that wide.
+
+    few: what the step has that hardly any measured step of this framework had, in words.
+    """
     errors = read_errors()
     if stack in errors.stacks and device in errors.devices:
         because = f"9 in 10 of {errors.steps} published steps lie within such a range"
         return seconds * errors.low, seconds * errors.high, because
     what = f"`{device}`" if stack in errors.stacks else "this framework's step"
+    what += f" with {few}" if few else ""
     because = (
         f"rates are assumed: fewer than {LEAST} measured steps of {what} are on record, so the"
         f" range is as wide as the worst of {errors.steps} published steps"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memfit.plan.step_time.arrays import Number, larger, smaller, where
+from memfit.plan.step_time.arrays import Number, everywhere, larger, smaller, where
 
 
 class Shape(NamedTuple):
@@ -36,6 +36,10 @@ class Shape(NamedTuple):
     vocab: Number
     own_head: Number  # 1 where the head has a weight of its own, of the vocabulary's size
     scores: Number = 0.0  # 1 where the head makes one number of a row
+    linear: Number = 0.0  # share of the blocks that have linear attention
+    entering: Number = 0.0  # columns of the products that enter it, of a block that has it
+    leaving: Number = 0.0  # rows of the product behind it
+    gates: Number = 0.0  # 1 where the queries' product makes a gate of attention's result, too
 
     @property
     def outputs(self) -> Number:
@@ -152,6 +156,19 @@ class Beside(NamedTuple):
     spared: Number = 0.0  # of a block's launches, those that frozen matrices leave out
 
 
+class Scan(NamedTuple):
+    """What linear attention launches, moves and multiplies, of the mean block; one rank's rows."""
+
+    turn: Number = 0.0  # operations of a chunk's turn, forward
+    turn_back: Number = 0.0
+    token_moved: Number = 0.0  # bytes of a token, forward
+    token_back: Number = 0.0
+    chunk_back: Number = 0.0  # bytes of a token and chunk of its row
+    state_moved: Number = 0.0  # bytes of a row and chunk
+    state_back: Number = 0.0
+    token_flop: Number = 0.0  # of a token's products within the rule, forward
+
+
 class Layout(NamedTuple):
     """How a step is laid out over ranks, and what of it is repeated or narrow."""
 
@@ -165,6 +182,7 @@ class Layout(NamedTuple):
     update: Update
     offloading: Offloading = Offloading()
     beside: Beside = Beside()
+    scan: Scan = Scan()
 
 
 class Product(NamedTuple):
@@ -194,14 +212,17 @@ def tokens_of(layout: Layout) -> Number:
 
 
 def attention_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
-    """Queries, keys and values in one product, and the output's; or latent attention's five."""
+    """Queries, keys and values in one product, and the output's; or latent attention's five.
+
+    Where some blocks have linear attention, theirs too: what enters in one product, and the last.
+    """
     m, tp = tokens_of(layout), layout.mesh.tp
     latent = shape.kv_rank > 0
     queries = shape.heads * shape.key
-    plain_in = queries + shape.kv_heads * (shape.key + shape.value)
+    plain_in = queries * (1 + shape.gates) + shape.kv_heads * (shape.key + shape.value)
     compressed = shape.query_rank > 0
     unrotated = shape.key - shape.rotated
-    return (
+    attention = (
         Product(m, where(latent, where(compressed, shape.query_rank, queries / tp), plain_in / tp),
                 shape.hidden),
         Product(m, shape.hidden, shape.heads * shape.value / tp),
@@ -209,6 +230,14 @@ def attention_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
         Product(m, shape.kv_rank + shape.rotated, shape.hidden, latent * 1.0),
         Product(m, shape.heads * (unrotated + shape.value) / tp, shape.kv_rank, latent * 1.0),
     )  # fmt: skip
+    if everywhere(shape.linear == 0):
+        return attention
+    full = 1 - shape.linear
+    return (
+        *(product._replace(count=product.count * full) for product in attention),
+        Product(m, shape.entering, shape.hidden, shape.linear),
+        Product(m, shape.hidden, shape.leaving, shape.linear),
+    )
 
 
 def feed_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
@@ -262,7 +291,7 @@ def attend(shape: Shape, layout: Layout) -> Attention:
     )  # fmt: skip
     causal = where(layout.numbers.written_out > 0, 1.0, 0.5)
     full = causal * (1 - shape.sliding)
-    pairs = pairs * (full + shape.sliding * smaller(reached, causal))
+    pairs = pairs * (full + shape.sliding * smaller(reached, causal)) * (1 - shape.linear)
     heads = shape.heads / layout.mesh.tp
     return Attention(
         flop=2.0 * pairs * heads * (shape.key + shape.value),
@@ -284,7 +313,7 @@ def elementwise(shape: Shape, layout: Layout) -> Elementwise:
     width = layout.numbers.element
     tokens, tp = tokens_of(layout), layout.mesh.tp
     outside = where(layout.mesh.sequence_parallel > 0, tokens / tp, tokens)
-    heads = shape.heads * shape.key + 2 * shape.kv_heads * shape.key
+    heads = (1 - shape.linear) * (shape.heads * shape.key + 2 * shape.kv_heads * shape.key)
     routed = routed_tokens(shape, layout)
     sparse = (shape.experts > 0) * 1.0
     return Elementwise(
@@ -296,9 +325,11 @@ def elementwise(shape: Shape, layout: Layout) -> Elementwise:
 
 
 def attention_weights(shape: Shape) -> Number:
-    """Elements of one block's attention."""
+    """Elements of one block's attention, the mean of all blocks."""
     queries = shape.heads * shape.key
-    plain = shape.hidden * (queries + shape.kv_heads * (shape.key + shape.value))
+    plain = shape.hidden * (
+        queries * (1 + shape.gates) + shape.kv_heads * (shape.key + shape.value)
+    )
     unrotated = shape.key - shape.rotated
     latent = (
         where(shape.query_rank > 0, (shape.hidden + queries) * shape.query_rank,
@@ -307,7 +338,9 @@ def attention_weights(shape: Shape) -> Number:
         + shape.kv_rank * shape.heads * (unrotated + shape.value)
     )  # fmt: skip
     inner = where(shape.kv_rank > 0, latent, plain)
-    return inner + shape.hidden * shape.heads * shape.value
+    attention = inner + shape.hidden * shape.heads * shape.value
+    linear = shape.hidden * (shape.entering + shape.leaving)
+    return (1 - shape.linear) * attention + shape.linear * linear
 
 
 def plain_weights(shape: Shape) -> Number:

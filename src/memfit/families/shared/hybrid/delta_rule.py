@@ -25,9 +25,8 @@ from memfit.meta.recurrent.operations import (
     solve_triangular,
     sum_last,
 )
-from memfit.records.model import Architecture
+from memfit.records.model import CHUNK, Architecture
 
-CHUNK = 64  # tokens, the class's default
 TURNS = 5  # simulated of a scan with more: the first, one for all in the middle, and the last three
 NAME = "linear_attn"
 GATES = (f"{NAME}.in_proj_a", f"{NAME}.in_proj_b")  # of decay and of writing

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from memfit.base_formats import find_coding
 from memfit.plan.frameworks import find_framework
 from memfit.plan.step_time.arrays import change
+from memfit.plan.step_time.counts.linear_attention import with_linear
 from memfit.plan.step_time.counts.operations import Way, find_operations
 from memfit.plan.step_time.work import Layout, Shape
 from memfit.records.model import DTYPE_BYTES, Architecture
@@ -97,10 +98,11 @@ def with_counts(
         return layout
     way: Way = "cast" if recipe.adapted and recipe.autocast else way_of(recipe)
     logits, quantised = count_logits(recipe), count_quantised(recipe) if recipe.coding else 0
-    return change(
+    found = change(
         layout, operations=float(find_operations(a.family, way).step),
         quantised=1.0 * quantised * matrices / max(a.layers, 1),
         waits=float(layout.numbers.eight > 0 and recipe.quantisation.outlier_threshold > 0),
-        normed=count_norms(shape, way) if a.qk_norm else 0.0,
+        normed=(1 - shape.linear) * count_norms(shape, way) if a.qk_norm else 0.0,
         logit=logits.both, scored=logits.alone,
     )  # fmt: skip
+    return with_linear(found, a.linear, shape, a.family, way) if a.recurrent else found

@@ -16,6 +16,7 @@ from memfit.plan.step_time import work
 from memfit.plan.step_time.adapters import PROJECTIONS, WHOLE
 from memfit.plan.step_time.arrays import Number, beside
 from memfit.plan.step_time.block import around
+from memfit.plan.step_time.counts.linear_attention import count_decoding
 from memfit.plan.step_time.counts.operations import find_operations
 from memfit.plan.step_time.counts.own_counts import count_quantised, stored_width, way_of
 from memfit.plan.step_time.rates import Setting
@@ -113,7 +114,8 @@ def count_operations(decoding: Decoding) -> float:
     """Launches of one block in one step."""
     recipe, layout = decoding.recipe, decoding.setting.layout
     family = decoding.architecture.family
-    count = float(find_operations(family, way_of(recipe)).decode)
+    way, share = way_of(recipe), float(decoding.setting.shape.linear)
+    count = count_decoding(family, way, find_operations(family, way).decode, share)
     if recipe.adapted:
         each = ADAPTER_CAST if recipe.autocast else ADAPTER
         count += each * layout.beside.adapters * PROJECTIONS
