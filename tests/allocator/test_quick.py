@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from memfit import api, catalog
 from memfit.adapters import find_adapter
 from memfit.allocator.caching import replay
-from memfit.allocator.quick import Ask, Held, is_quick, replay_quickly
+from memfit.allocator.orders import OTHERS, RISING
+from memfit.allocator.quick import Ask, Held, is_quick, replay_quickly, reserve_large
 from memfit.allocator.settings import Settings, read_settings
 from memfit.allocator.tape import FREED, Line
 from memfit.core.units import GIB, KIB, MIB
@@ -46,7 +47,14 @@ def replay_slowly(codes: list[int], asks: list[Ask], conf: Settings, marks: list
     lines: list[Line] = [(c, *asks[c]) if c >= 0 else (~c, FREED, 0) for c in codes]
     found = replay(lines, conf, marks)
     assert found.failure is None
-    return Held([stretch.allocated for stretch in found.stretches], found.peaks.reserved)
+    allocated = [stretch.allocated for stretch in found.stretches]
+    return Held(allocated, found.peaks.reserved, reserve_small(lines, conf))
+
+
+def reserve_small(lines: list[Line], conf: Settings) -> int:
+    """What those of at most 1 MiB reserve alone."""
+    small = {tensor for tensor, nbytes, _ in lines if 0 < nbytes <= MIB}
+    return replay([line for line in lines if line[0] in small], conf).peaks.reserved
 
 
 @given(asked, settings, st.lists(st.floats(0, 1), max_size=3))
@@ -58,7 +66,12 @@ def test_random_tapes(drawn: list[Any], conf: Settings, cuts: list[float]) -> No
     codes.append(~0)  # the first may be dead already: nothing is freed twice
     asks = [(nbytes, stream) for nbytes, stream, _ in drawn]
     marks = sorted(int(cut * len(codes)) for cut in cuts)
-    assert replay_quickly(codes, asks, conf, marks) == replay_slowly(codes, asks, conf, marks)
+    quick = replay_quickly(codes, asks, conf, marks)
+    assert quick == replay_slowly(codes, asks, conf, marks)
+    lines: list[Line] = [(c, *asks[c]) if c >= 0 else (~c, FREED, 0) for c in codes]
+    orders = RISING, *OTHERS
+    for order, large in zip(orders, reserve_large(codes, asks, conf, orders), strict=True):
+        assert quick.small + large == replay(lines, conf, order=order).peaks.reserved
 
 
 PLANS: dict[str, tuple[str, dict[str, Any], Parallel]] = {
@@ -97,7 +110,10 @@ def test_tapes_of_plans(name: str) -> None:
     assert is_quick(conf)
     quick = replay_quickly(tape.codes, tape.asks, conf, tape.cuts)
     slow = replay(tape.events, conf, tape.marks)
-    assert quick == Held([s.allocated for s in slow.stretches], slow.peaks.reserved)
+    allocated = [stretch.allocated for stretch in slow.stretches]
+    assert quick == Held(allocated, slow.peaks.reserved, reserve_small(tape.events, conf))
+    (large,) = reserve_large(tape.codes, tape.asks, conf, [RISING])
+    assert quick.small + large == quick.reserved
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memfit.allocator.caching import CachingAllocator, OutOfMemory, replay
+from memfit.allocator.orders import FALLING, OTHERS, RISING, SCATTERED, find_place
 from memfit.allocator.settings import Settings
 from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
 from memfit.core.units import KIB, MIB
@@ -28,6 +29,37 @@ def run(*requests: int | tuple[int, int], conf: Settings | None = None) -> Cachi
 
 def free(n: int) -> int:
     return -n - 1
+
+
+LATER_FITS = (  # 50 [20 30] and 30: which 30 is taken again decides whether 50 are whole once more
+    Event(0, 50 * MIB), Event(1, 30 * MIB), Event(0, FREED), Event(2, 20 * MIB), Event(1, FREED),
+    Event(3, 30 * MIB), Event(2, FREED), Event(4, 50 * MIB),
+)  # fmt: skip
+
+
+EARLIER_FITS = Event(1, 30 * MIB), *(event for event in LATER_FITS if event != (1, 30 * MIB, 0))
+
+
+def test_of_two_blocks_of_a_size_the_lower_address_is_taken() -> None:
+    for tape, fits in ((LATER_FITS, (FALLING, SCATTERED)), (EARLIER_FITS, (RISING,))):
+        for order in (RISING, *OTHERS):
+            reserved = replay(tape, Settings(), order=order).peaks.reserved
+            assert reserved == (80 if order in fits else 130) * MIB
+    assert find_place(2, SCATTERED) < find_place(1, SCATTERED)
+
+
+def test_expandable_segments_do_not_depend_on_the_order_of_addresses() -> None:
+    """A second stream and the small pool have ranges of their own."""
+    tape = (*LATER_FITS, Event(5, 50 * MIB, 1), Event(6, 512), Event(7, 20 * MIB, 1))
+    found = [replay(tape, EXPANDABLE, order=order) for order in (RISING, *OTHERS)]
+    assert found[0].segments > 2
+    assert found[0] == found[1] == found[2]
+
+
+def test_no_segment_has_the_place_of_another_one() -> None:
+    for order in (RISING, *OTHERS):
+        assert len({find_place(number, order) for number in range(1, 5000)}) == 4999
+        assert order % 2 == 1  # so that none of SEGMENTS in turn has
 
 
 def test_one_byte_takes_a_block_of_512_in_a_segment_of_2_mib() -> None:

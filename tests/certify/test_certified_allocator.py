@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from test_allocator import EARLIER_FITS, LATER_FITS
 from tiny_steps import CPU, H100, make_recipe
 
 from memfit.allocator.caching import replay
-from memfit.allocator.settings import Settings
+from memfit.allocator.settings import Settings, read_settings
+from memfit.catalog.overheads import find_overhead
 from memfit.certify import trace
-from memfit.certify.evidence.certificate import make_certificate
+from memfit.certify.evidence.certificate import _judge_trace, make_certificate
 from memfit.core.errors import InvalidRequest
-from memfit.core.units import GIB
-from memfit.records.results import Certificate
+from memfit.core.units import GIB, MIB
+from memfit.records.ledger import Phase
+from memfit.records.results import Certificate, Memory
 
 
 def certify(allocator: str, usable: int | None = 80 * GIB) -> Certificate:
@@ -32,6 +37,29 @@ def test_settings_change_what_is_reserved_and_are_named() -> None:
     coarse = certify("roundup_power2_divisions:2")
     assert rounded.memory.peak_allocated == plain.memory.peak_allocated  # 1 divides nothing
     assert coarse.memory.peak_allocated > plain.memory.peak_allocated
+
+
+@pytest.mark.parametrize(("tape", "typical"), [(LATER_FITS, 130), (EARLIER_FITS, 80)])
+def test_the_range_holds_what_other_orders_of_addresses_reserve(tape, typical: int) -> None:
+    """Of tapes by hand, which take 80 MiB in some orders and 130 in others."""
+    recipe = make_recipe(device=H100.id, precision="bf16", base_format="bf16")
+    by_hand = replace(trace(recipe, H100), tape=tape, marks=(), stretches=(Phase.FORWARD,))
+    overhead, least, most = find_overhead(H100), 80 * MIB, 130 * MIB
+
+    def judge(usable: int, allocator: str = "") -> Memory:
+        settings = read_settings(allocator, device_memory=80 * GIB)
+        return _judge_trace(by_hand, H100, settings, usable, recipe.parallel)[0]
+
+    made = judge(80 * GIB)
+    assert made.peak_reserved == typical * MIB
+    assert (made.total_low, made.total_high) == (least + overhead.low, most + overhead.high)
+    assert "0.08 GiB to 0.13 GiB by the order in which the driver gives" in made.because
+    verdicts = [judge(most + overhead.high - less).verdict for less in (0, 1)]
+    assert verdicts == ["fits", "at_risk"]
+    verdicts = [judge(least + overhead.low - less).verdict for less in (0, 1)]
+    assert verdicts == ["at_risk", "does_not_fit"]
+    pages = judge(80 * GIB, "expandable_segments:True")
+    assert pages.total_low - overhead.low == pages.total_high - overhead.high
 
 
 def test_a_fraction_that_is_too_small_is_a_verdict_that_says_so() -> None:

@@ -8,7 +8,9 @@ from msgspec.structs import replace
 from memfit import api, catalog
 from memfit.adapters import find_adapter
 from memfit.allocator.caching import replay
+from memfit.allocator.orders import OTHERS, RISING
 from memfit.allocator.settings import read_settings
+from memfit.catalog.overheads import find_outside
 from memfit.certify import trace
 from memfit.certify.tracing.runs import DEPTH_KEYS
 from memfit.families import read_model
@@ -225,6 +227,35 @@ def test_a_plan_keeps_its_margin_unless_asked_not_to() -> None:
     assert careful.memory.total_high <= careful.memory.usable
     assert tight.memory.device_total <= tight.memory.usable
     assert tight.time.step_seconds <= careful.time.step_seconds
+
+
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
+def test_a_plans_range_holds_what_other_orders_of_addresses_reserve(allocator: str) -> None:
+    """By the certifier's allocator; what is typical is of one order, and pages know no other."""
+    changes = {"method": "lora", "allocator": allocator}
+    plan = api.plan(api.read("llama-68m", device="rtx-4060", changes=changes), levers=False)
+    card, memory = catalog.find_device("rtx-4060"), plan.memory
+    model = find_adapter(plan.recipe).adapt(read_model(plan.recipe.model), plan.recipe)
+    settings = read_settings(allocator, device_memory=card.memory_driver)
+    events = write_tape(model, plan.recipe, card).events
+    made = [replay(events, settings, order=o).peaks.reserved for o in (RISING, *OTHERS)]
+    outside = find_outside(card, plan.recipe.parallel)
+    assert memory.peak_reserved == made[0]
+    assert memory.total_low == round(min(made) * REPLAY.low) + outside.low
+    assert memory.total_high == round(max(made) * REPLAY.high) + outside.high
+    assert (min(made) < max(made)) == (not allocator)
+
+
+def test_what_is_chosen_fits_with_other_orders_of_addresses_too() -> None:
+    request = api.read("llama-68m", device="rtx-4060", changes={"method": "lora"})
+    first = api.plan(request, levers=False)
+    high = first.memory.total_high
+    assert high is not None
+    again = api.plan(request_with(request, f"{high} B"), levers=False)
+    less = api.plan(request_with(request, f"{high - 1} B"), levers=False)
+    assert again.recipe == first.recipe != less.recipe
+    assert less.memory.verdict == "fits"
+    assert less.memory.total_high < high
 
 
 def test_what_keeps_no_margin_is_tight_and_says_so() -> None:

@@ -20,7 +20,8 @@ Rules from `c10/cuda/CUDACachingAllocator.cpp` (torch 2.13; each has a hand-work
 When a stream catches up is not the allocator's to know: the tape says it (`CAUGHT_UP`). Where it
 never does, such a block comes back only when memory runs out, which is the most that it can cost.
 
-Not simulated: CUDA graphs' private pools. Addresses, which break ties, are taken to increase.
+Not simulated: CUDA graphs' private pools. Addresses, which break ties, are taken to increase, or to
+come in another order (`allocator.orders`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from itertools import pairwise
 
 from memfit.allocator.expandable import ExpandableSegments
 from memfit.allocator.give_back import find_garbage, find_oversize
+from memfit.allocator.orders import RISING, find_place
 from memfit.allocator.segments import (
     MIN_BLOCK,
     ROUND_LARGE,
@@ -44,6 +46,8 @@ from memfit.allocator.segments import (
 from memfit.allocator.settings import MIN_LARGE_ALLOCATION, UNLIMITED, Settings
 from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Line
 from memfit.records import Record
+
+APART = 1 << 48  # bytes between the addresses of segments whose order is not the rising one
 
 
 class Failure(Record, frozen=True, kw_only=True):
@@ -87,12 +91,13 @@ class OutOfMemory(Exception):
 class CachingAllocator:
     """One device's allocator: `allocate` and `free` storages by id; the counters are public."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, order: int = RISING) -> None:
         self.settings = settings
+        self.order = order  # of the addresses of segments, see `allocator.orders`
         self.pools: dict[tuple[bool, int], Pool] = {}
         self.blocks: dict[int, Block] = {}  # live, by tensor
         self.requested = self.allocated = self.reserved = 0
-        self.retries = self.segments = 0
+        self.retries = self.segments = self.wide_segments = 0
         self.next_address = 0
         self._allowed = settings.allowed
         self._collects = settings.garbage_collection_threshold > 0
@@ -233,11 +238,14 @@ class CachingAllocator:
         self.reserved -= size
 
     def address_range(self, size: int, page: int) -> int:
-        """A new range of addresses for whole pages, above all earlier ones."""
+        """A new range of addresses for whole pages: above all earlier ones, or as `order` says."""
         address = -(-self.next_address // page) * page
         self.next_address = address + size
         self.segments += 1
-        return address
+        if self.order == RISING or size == SMALL_SEGMENT:
+            return address
+        self.wide_segments += 1
+        return find_place(self.wide_segments, self.order) * APART
 
     def log(self, action: str, address: int, nbytes: int, stream: int) -> None:
         """Record an allocation from the driver or a release to it; a snapshot overrides this."""
@@ -330,12 +338,15 @@ class CachingAllocator:
             self._release(block)
 
 
-def replay(tape: Sequence[Line], settings: Settings, marks: Sequence[int] = ()) -> Replay:
+def replay(
+    tape: Sequence[Line], settings: Settings, marks: Sequence[int] = (), order: int = RISING
+) -> Replay:
     """Run a tape; `marks` (ascending indices) cut it into len(marks) + 1 stretches with own peaks.
 
-    A tape that does not fit stops at the failing allocation, which is in the result.
+    A tape that does not fit stops at the failing allocation, which is in the result. order: of the
+    addresses of segments, see `allocator.orders`.
     """
-    allocator = CachingAllocator(settings)
+    allocator = CachingAllocator(settings, order)
     stretches: list[Peaks] = []
     failure = None
     for start, stop in pairwise((0, *marks, len(tape))):

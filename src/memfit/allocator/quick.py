@@ -9,14 +9,16 @@ on random tapes and on those of plans, byte for byte.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from memfit.allocator.caching import CachingAllocator
+from memfit.allocator.orders import RISING, SEGMENTS, find_place
 from memfit.allocator.segments import MIN_BLOCK, ROUND_LARGE, SMALL_SEGMENT, SMALL_SIZE
 from memfit.allocator.settings import MIN_LARGE_ALLOCATION, UNLIMITED, Settings
 
+SMALLEST = SMALL_SEGMENT // MIN_BLOCK  # segments of the large pools are 10 MiB at least
 Ask = tuple[int, int]  # bytes and stream of one storage; of none, 0 bytes
 
 
@@ -25,6 +27,7 @@ class Held(NamedTuple):
 
     stretches: list[int]  # the highest sum of blocks in each stretch
     reserved: int
+    small: int  # of these, in segments of the small pools
 
 
 class _Block:
@@ -58,18 +61,36 @@ def is_quick(settings: Settings) -> bool:
     )
 
 
+def reserve_large(
+    codes: Sequence[int], asks: Sequence[Ask], settings: Settings, orders: Iterable[int]
+) -> list[int]:
+    """Bytes that the segments of the large pools come to, their addresses in each of these orders.
+
+    Small storages, which share no segment with others, are left out: a third of the events or more.
+    """
+    large = [nbytes > SMALL_SIZE for nbytes, _ in asks]
+    large += large[::-1]  # of ~n as of n
+    only = [code for code in codes if large[code]]
+    return [replay_quickly(only, asks, settings, (), order).reserved for order in orders]
+
+
 def replay_quickly(  # noqa: C901 (a call for each event would take as long as all the rest)
-    codes: Sequence[int], asks: Sequence[Ask], settings: Settings, marks: Sequence[int]
+    codes: Sequence[int],
+    asks: Sequence[Ask],
+    settings: Settings,
+    marks: Sequence[int],
+    order: int = RISING,
 ) -> Held:
     """What `caching.replay` reserves and allocates for the same events; only where `is_quick`.
 
     codes: `n` where storage n is born, `~n` where it dies; asks: what each storage takes. A storage
-    of no bytes takes nothing, and of one that is not alive nothing is freed. marks: as of `replay`.
+    of no bytes takes nothing, and of one that is not alive nothing is freed. marks, order: as of
+    `replay`; of another order than the rising one only where no storage is small.
     """
-    requests, pools, bits = _read(asks, settings)
+    requests, pools, bits, span = _read(asks, settings)
     live: list[_Block | None] = [None] * len(asks)
     stretches: list[int] = []
-    allocated = reserved = 0
+    allocated = reserved = small = segments = 0
     for start, stop in pairwise((0, *marks, len(codes))):
         peak = allocated
         for code in codes[start:stop]:
@@ -86,9 +107,12 @@ def replay_quickly(  # noqa: C901 (a call for each event would take as long as a
                 else:
                     block = _Block()
                     block.previous = block.next = None
-                    block.address = reserved
+                    segments += 1
+                    block.address = find_place(segments, order) << span
                     block.size = have
                     reserved += have
+                    if have == SMALLEST:
+                        small += have
                 block.key = 0
                 live[code] = block
                 if have - size >= least:
@@ -136,16 +160,17 @@ def replay_quickly(  # noqa: C901 (a call for each event would take as long as a
                 keys.insert(at, key)
                 blocks.insert(at, freed)
         stretches.append(peak * MIN_BLOCK)
-    return Held(stretches, reserved * MIN_BLOCK)
+    return Held(stretches, reserved * MIN_BLOCK, small * MIN_BLOCK)
 
 
 def _read(
     asks: Sequence[Ask], settings: Settings
-) -> tuple[list[_Request | None], list[_Pool | None], int]:
-    """What each storage asks for, and of which pool; the bits of an address."""
+) -> tuple[list[_Request | None], list[_Pool | None], int, int]:
+    """What each storage asks for, and of which pool; the bits of an address, and those within a
+    segment."""
     sizes = {ask: _measure(ask[0], settings) for ask in set(asks) if ask[0]}
-    most = len(asks) * max((segment for _, segment in sizes.values()), default=0)
-    bits = most.bit_length()  # each takes a segment of its own at most
+    span = max((segment for _, segment in sizes.values()), default=0).bit_length()
+    bits = span + SEGMENTS.bit_length()
     pools: dict[tuple[bool, int], _Pool] = {}
     requests: dict[Ask, _Request] = {}
     owners: dict[Ask, _Pool] = {}
@@ -154,7 +179,7 @@ def _read(
         pool = owners[ask] = pools.setdefault((small, ask[1]), ([], []))
         least = 1 if small else SMALL_SIZE // MIN_BLOCK + 1
         requests[ask] = size << bits, size, segment, least, *pool
-    return list(map(requests.get, asks)), list(map(owners.get, asks)), bits
+    return list(map(requests.get, asks)), list(map(owners.get, asks)), bits, span
 
 
 def _measure(nbytes: int, settings: Settings) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from memfit.adapters import find_adapter
 from memfit.allocator.caching import Replay, replay
 from memfit.allocator.heap import Held, hold_freed, keeps_freed
+from memfit.allocator.orders import OTHERS
 from memfit.allocator.settings import Settings, check_allocator, read_settings
 from memfit.base_formats import find_base_format
 from memfit.catalog.overheads import Overhead, find_outside
@@ -37,7 +38,7 @@ from memfit.families import read_model
 from memfit.parallelism.pipeline import shown_micro_batches
 from memfit.plan.memory.predicted_memory import find_fullest, predict_stages
 from memfit.plan.memory.process import describe_process
-from memfit.plan.memory.verdict import doubt_other_lengths
+from memfit.plan.memory.verdict import describe_orders, doubt_other_lengths
 from memfit.records.hardware import Device
 from memfit.records.ledger import Entry, Kind, Phase
 from memfit.records.recipe import Parallel, Recipe
@@ -228,10 +229,18 @@ def _judge_trace(
     if replayed.failure is not None:  # beyond the allowed fraction: say what it would take
         replayed = replay(trace.tape, replace(settings, memory_fraction=1.0), trace.marks)
     phases, overhead = peaks_by_phase(trace, replayed), find_outside(device, parallel)
-    memory = _on_cuda(trace, settings, replayed, phases, overhead, usable)
+    others = _replay_other_orders(trace, settings)
+    memory = _on_cuda(trace, settings, (replayed, *others), phases, overhead, usable)
     if assumed := device.describe_assumed(usable):
         memory = replace(memory, because=f"{memory.because}; the limit is {assumed}")
     return memory, phases, (*trace.bounds, *_cuda_bounds(trace, settings, overhead))
+
+
+def _replay_other_orders(trace: Trace, settings: Settings) -> tuple[Replay, ...]:
+    """With addresses in other orders, on which expandable segments do not depend."""
+    if settings.expandable_segments:
+        return ()
+    return tuple(replay(trace.tape, settings, order=order) for order in OTHERS)
 
 
 def peaks_by_phase(trace: Trace, replayed: Replay) -> dict[Phase, int]:
@@ -253,13 +262,16 @@ def _on_cpu(
 def _on_cuda(
     trace: Trace,
     settings: Settings,
-    replayed: Replay,
+    replays: Sequence[Replay],
     phases: dict[Phase, int],
     overhead: Overhead | None,
     usable: int | None,
 ) -> Memory:
+    """replays: with addresses that rise, which is typical, and with those in other orders."""
     phase = max(phases, key=lambda p: phases[p])
-    peaks = replayed.peaks
+    peaks = replays[0].peaks
+    reserved = [each.peaks.reserved for each in replays]
+    least, most = min(reserved), max(reserved)
     entries = list(trace.ledger.at(phase))
     tensors = sum(e.nbytes for e in entries)
 
@@ -278,13 +290,15 @@ def _on_cuda(
     )  # fmt: skip
     if overhead is not None:
         add(Kind.CONTEXT, "context", overhead.typical, overhead.because)
-    verdict, why = _judge(trace, settings, peaks.reserved, overhead, usable)
+    verdict, why = _judge(trace, settings, most, overhead, usable)
+    if least < most:
+        why = f"{describe_orders(least, most)}; {why}"
     return Memory(
         peak_allocated=peaks.allocated,
         peak_reserved=peaks.reserved,
         device_total=None if overhead is None else peaks.reserved + overhead.typical,
-        total_low=None if overhead is None else peaks.reserved + overhead.low,
-        total_high=None if overhead is None else peaks.reserved + overhead.high,
+        total_low=None if overhead is None else least + overhead.low,
+        total_high=None if overhead is None else most + overhead.high,
         usable=usable,
         verdict=verdict,
         because=f"{_what(trace)} on fake tensors, through the caching allocator; {why}",
@@ -300,12 +314,12 @@ def _what(trace: Trace) -> str:
 
 
 def _judge(
-    trace: Trace, settings: Settings, reserved: int, overhead: Overhead | None, usable: int | None
+    trace: Trace, settings: Settings, most: int, overhead: Overhead | None, usable: int | None
 ) -> tuple[Verdict, str]:
     """Against the limit with the whole band of the context, not with its middle.
 
-    Where the reserved peak does not fit, the tape is replayed under the limit: the allocator
-    releases cached segments before it fails.
+    most: bytes reserved, whatever the order of addresses. Where these do not fit, the tape is
+    replayed under the limit: the allocator releases cached segments before it fails.
     """
     if settings.allowed is not None:
         within = replay(trace.tape, settings, trace.marks)
@@ -317,14 +331,23 @@ def _judge(
     low, high = (overhead.low, overhead.high) if overhead else (0, None)
     band = f"the context is taken as {units.show_gib(low)}"
     band += f" to {units.show_gib(high)}" if high is not None else " or more: it is unknown"
-    if high is not None and reserved + high <= usable:
+    if high is not None and most + high <= usable:
         return "fits", band
-    tight = replay(trace.tape, replace(settings, capacity=max(usable - low, 0)), trace.marks)
+    tight = _replay_within(trace, replace(settings, capacity=max(usable - low, 0)))
     if tight.failure is not None:
         return "does_not_fit", f"{_fails(trace, tight)}; {band}"
     if tight.retries:
         return "at_risk", f"it fits only by giving cached segments back; {band}"
     return "at_risk" if high is not None else "unproven", f"{band}, which straddles the limit"
+
+
+def _replay_within(trace: Trace, settings: Settings) -> Replay:
+    """Under a limit: the first order of addresses that keeps within it; where none does, rising."""
+    rising = replay(trace.tape, settings, trace.marks)
+    if rising.failure is None or settings.expandable_segments:
+        return rising
+    others = (replay(trace.tape, settings, trace.marks, order) for order in OTHERS)
+    return next((each for each in others if each.failure is None), rising)
 
 
 def _fails(trace: Trace, stopped: Replay) -> str:

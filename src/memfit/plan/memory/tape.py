@@ -17,9 +17,11 @@ from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
 from memfit.adapters.shared.reference_copy import copied_rows
+from memfit.allocator.caching import Replay
 from memfit.allocator.caching import replay as run_allocator
 from memfit.allocator.heap import Held, hold_freed
-from memfit.allocator.quick import Ask, is_quick, replay_quickly
+from memfit.allocator.orders import OTHERS, RISING
+from memfit.allocator.quick import Ask, is_quick, replay_quickly, reserve_large
 from memfit.allocator.settings import Settings, read_settings
 from memfit.allocator.tape import FREED, Line
 from memfit.families import find_family
@@ -93,6 +95,7 @@ class Replayed(NamedTuple):
     allocated: int  # the highest sum of blocks
     reserved: int  # the most taken from the driver
     phases: dict[Phase, int]  # the highest sum of blocks in each phase
+    small: int = 0  # of the reserved bytes, where no segment is ever released: of small storages
 
 
 def has_tape(recipe: Recipe, device: Device) -> bool:
@@ -133,19 +136,44 @@ def replay_run(model: Model, recipe: Recipe, device: Device) -> Replayed:
     model: after its adapter. Only where `has_tape`. Raises InvalidRequest for settings that torch
     does not take.
     """
-    tape = write_tape(model, recipe, device)
-    memory = device.memory_driver or Settings().device_memory
-    settings = read_settings(recipe.allocator, device_memory=memory)
+    tape, settings = _written(model, recipe, device), _settings(recipe, device)
     if is_quick(settings):
         held = replay_quickly(tape.codes, tape.asks, settings, tape.cuts)
-        return Replayed(max(held.stretches), held.reserved, _by_phase(tape, held.stretches))
-    replayed = run_allocator(tape.events, settings, tape.marks)
-    if replayed.failure is not None:  # beyond the allowed fraction: say what it would take
-        free = replace(settings, memory_fraction=1.0)
-        replayed = run_allocator(tape.events, free, tape.marks)
+        phases = _by_phase(tape, held.stretches)
+        return Replayed(max(held.stretches), held.reserved, phases, held.small)
+    replayed = _replay(tape, settings)
     peaks = replayed.peaks
     stretches = [stretch.allocated for stretch in replayed.stretches]
     return Replayed(peaks.allocated, peaks.reserved, _by_phase(tape, stretches))
+
+
+@lru_cache(maxsize=512)
+def replay_other_orders(model: Model, recipe: Recipe, device: Device) -> tuple[int, ...]:
+    """Bytes that `replay_run` reserves where addresses come in other orders (`allocator.orders`).
+
+    None of expandable segments, which do not depend on them.
+    """
+    settings = _settings(recipe, device)
+    if settings.expandable_segments:
+        return ()
+    tape = _written(model, recipe, device)
+    if is_quick(settings):
+        small = replay_run(model, recipe, device).small
+        return tuple(small + n for n in reserve_large(tape.codes, tape.asks, settings, OTHERS))
+    return tuple(_replay(tape, settings, order).peaks.reserved for order in OTHERS)
+
+
+def _replay(tape: Tape, settings: Settings, order: int = RISING) -> Replay:
+    """Under all settings; beyond the allowed fraction what it would take without one."""
+    replayed = run_allocator(tape.events, settings, tape.marks, order)
+    if replayed.failure is None:
+        return replayed
+    return run_allocator(tape.events, replace(settings, memory_fraction=1.0), tape.marks, order)
+
+
+def _settings(recipe: Recipe, device: Device) -> Settings:
+    memory = device.memory_driver or Settings().device_memory
+    return read_settings(recipe.allocator, device_memory=memory)
 
 
 def _by_phase(tape: Tape, allocated: Iterable[int]) -> dict[Phase, int]:
@@ -178,6 +206,9 @@ def _of_calls(setting: Setting) -> Setting:
 def write_tape(model: Model, recipe: Recipe, device: Device) -> Tape:
     """Load, two optimizer steps, an evaluation and a save of the fullest rank, event by event."""
     return _Writer(model, recipe, device, find_fullest(model, recipe, device)[0]).write()
+
+
+_written = lru_cache(maxsize=4)(write_tape)  # for its other orders; long ones take 20 MB
 
 
 class _Writer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -91,6 +92,26 @@ def find_streams(model: Model, recipe: Recipe, device: Device) -> int:
         own = w.nbytes // parallel.shards if w.trainable else 0
         gradients[holder] = gradients.get(holder, 0) + own
     return 2 * max(units.values()) * (parallel.shards > 1) + max(gradients.values())
+
+
+def widen(slack: Slack, reserved: int, others: Sequence[int]) -> Slack:
+    """The same slack around all that is reserved where addresses come in other orders, too.
+
+    others: bytes that these reserve (`allocator.orders`).
+    """
+    low, high = min((reserved, *others)), max((reserved, *others))
+    if low == high:
+        return slack
+    return Slack(
+        low=slack.low * low / reserved, typical=slack.typical, high=slack.high * high / reserved,
+        source=f"{slack.source}, {describe_orders(low, high)}",
+    )  # fmt: skip
+
+
+def describe_orders(low: int, high: int) -> str:
+    """The range that other orders of addresses leave, in words."""
+    span = f"{units.show_gib(low)} to {units.show_gib(high)}"
+    return f"{span} by the order in which the driver gives addresses"
 
 
 def find_needed(

@@ -87,6 +87,7 @@ class Problem(Record, frozen=True, kw_only=True):
     usable_because: str
     assumptions: tuple[str, ...]
     exact: bool = True  # False: what fits, or does not, by far is not replayed
+    ranged: bool = True  # False: no other orders of addresses are replayed
     assumed_ratio: float | None = None  # of reserved to allocated bytes, in place of any replay
     brief: bool = False  # True: of what was considered, the chosen recipe alone is described
 

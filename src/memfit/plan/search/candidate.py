@@ -23,7 +23,13 @@ from memfit.plan.memory.predicted_memory import (
     without_shape,
 )
 from memfit.plan.memory.process import describe_process, find_process
-from memfit.plan.memory.tape import Replayed, has_tape, hold_run, replay_run
+from memfit.plan.memory.tape import (
+    Replayed,
+    has_tape,
+    hold_run,
+    replay_other_orders,
+    replay_run,
+)
 from memfit.plan.memory.verdict import (
     REPLAY,
     SAMPLED,
@@ -32,6 +38,7 @@ from memfit.plan.memory.verdict import (
     describe_memory,
     find_needed,
     find_streams,
+    widen,
 )
 from memfit.plan.request.objectives.sampled import at_other_lengths
 from memfit.plan.request.problem import Problem
@@ -181,7 +188,7 @@ class Candidate:
             return describe_process(
                 self.ledger, device, usable, because, prepared=alone, held=self._held(None)
             )
-        memory = describe_memory(self.ledger, device, usable, because, self.needed)
+        memory = describe_memory(self.ledger, device, usable, because, self.ranged)
         return at_other_lengths(self.recipe, device, memory)
 
     @cached_property
@@ -194,6 +201,19 @@ class Candidate:
             slack = SAMPLED if self.recipe.samples else REPLAY
             return find_needed(slack, replayed.reserved, device, parallel)
         return self._closed
+
+    @cached_property
+    def ranged(self) -> Needed:
+        """The same band with all that other orders of addresses reserve, which takes two replays
+        more: of a plan, not of its levers. That of sampled answers was measured, orders included.
+        """
+        replayed, device = self.replayed, self.problem.device
+        if replayed is None or device.is_cpu or self.recipe.samples or not self.problem.ranged:
+            return self.needed
+        timeless = replace(self.recipe, steps=0, seed=0)
+        others = replay_other_orders(self.model, timeless, device)
+        slack = widen(REPLAY, replayed.reserved, others)
+        return find_needed(slack, replayed.reserved, device, self.recipe.parallel)
 
     @property
     def _spread(self) -> Slack:
@@ -257,7 +277,9 @@ class Candidate:
         usable = self.problem.usable
         if not self.spares_host:
             return False
-        if usable is None or self._against() <= usable:
+        if usable is None:
+            return True
+        if self._against() <= usable and self.ranged.against(tight=self._tight) <= usable:
             return True
         self.ratio.refuted.add(self.recipe)
         return False

@@ -36,7 +36,7 @@ def search(problem: Problem, *, levers: bool = True) -> Plan:
             return plan
 
         def find(changed: Request) -> Found:
-            return _find_best(read_problem(changed, device=problem.device))
+            return _find_best(replace(read_problem(changed, device=problem.device), ranged=False))
 
         return replace(plan, levers=replan_levers(problem, chosen, find))
 
@@ -54,7 +54,8 @@ def find_shown_levers(problem: Problem, found: Found) -> tuple[Considered, ...]:
     explorer, learned = find_explorer(problem.framework), learns(found.choice.recipe)
 
     def read(changed: Request) -> Problem:
-        return replace(read_problem(changed, device=problem.device), brief=True)
+        made = read_problem(changed, device=problem.device)
+        return replace(made, brief=True, ranged=False)
 
     def estimate(changed: Request) -> tuple[Considered, Recipe]:
         rough = explorer.find_roughly(read(changed), ratio if memory.peak_reserved else 1.0)
