@@ -111,7 +111,7 @@ def check_timed(a: Architecture, framework: str, device: Device) -> None:
         raise TimeUnknown(
             f"how fast a processor runs torch's code of linear attention, which `{a.family}` has,"
             " is in no measurement",
-            hint="`memfit predict` with the same words says what memory it takes; a GPU's seconds"
+            hint="`memfit plan` with the same words says what memory it takes; a GPU's seconds"
             " are counted",
         )
 
