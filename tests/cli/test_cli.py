@@ -235,6 +235,7 @@ def test_a_model_a_method_and_a_device_in_words_are_options(typed, meant):
      ("plan qlora --lora_r 8 --model qwen3-8b", "plan qwen3-8b --method qlora --lora_r 8"),
      ("solve sequence_length --gpu l4 gpt2 full", "solve sequence_length gpt2 --method full"
       " --gpu l4"),
+     ("plan gpt2,qlora,4090", "plan gpt2 --method qlora --device 4090"),
      ("plan 'train a gpt2 with lora on l4'", "plan gpt2 --method lora --device l4"),
      ("plan 'qwen3 8b' qlora 8k", "plan 'qwen3 8b' --method qlora --seq-len 8k"),  # in quotes
      ("train gpt2 --folder 4bit --full", "train gpt2 --folder 4bit --full"),  # an option's value

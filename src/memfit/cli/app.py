@@ -7,6 +7,7 @@ Exit codes: 0 ok or fits, 2 user error, 3 does not fit, 4 not certified, 5 the r
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -19,6 +20,7 @@ from memfit.core.system.refused import explain_refusal
 from memfit.core.system.streams import guarded_output, in_lines, open_closed_streams
 
 INTERRUPTED = 130
+SEVERAL = re.compile(r"[,\s]+")  # between words of one argument
 EXTRAS = {
     "train": ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy"),
     "ui": ("starlette", "uvicorn"),
@@ -98,14 +100,15 @@ def join_name(args: list[str], command: click.Command | None = None) -> list[str
     words, others = _part_options(args[1:], command)
     words = [args[0], *words]
     first = _place_of_model(args[0])
-    if len(words) <= first + 1 and " " not in words[-1]:
+    if len(words) <= first + 1 and not SEVERAL.search(words[-1]):
         return args
     from memfit.cli.first_contact import is_planned, part_words
 
     if len(words) <= first + 1:  # one sentence in quotes, unless it is a name
-        if len(words) <= first or is_planned(words[first]):
+        parts = [word for word in SEVERAL.split(words[-1]) if word]
+        if len(words) <= first or len(parts) < 2 or is_planned(words[first]):
             return args
-        words = [*words[:first], *words[first].split()]
+        words = [*words[:first], *parts]
     return [*words[:first], *part_words(words[first:], args), *others]
 
 

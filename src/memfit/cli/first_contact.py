@@ -112,7 +112,7 @@ def part_words(words: list[str], stated: Iterable[str]) -> list[str]:
     Raises InvalidRequest where words after a model's name mean nothing, or what a flag sets.
     """
     taken = {_find_key(word.partition("=")[0]) for word in stated}
-    words = _put_name_first([word.rstrip(",") for word in words])
+    words = _put_name_first([word.rstrip(",") for word in words if word.strip(", ")] or words)
     end = next(_find_ends(words), 0)
     if not end:
         return [" ".join(words)]
