@@ -52,7 +52,7 @@ CASES: dict[str, Recipe] = {
     "in backward": make(in_backward=True, clip_norm=0.0),
     "pure bf16": make("qwen2_moe", precision="bf16", base_format="bf16"),
     "biases, sinks": make("gpt_oss"),
-    "groups": make("deepseek_v3", recompute_blocks=1),
+    "groups": make("deepseek_v3", parallel=PARTS, recompute_blocks=1),
     "groups by softmax": make("deepseek_v2", parallel=PARTS),
 }
 # "full" has nothing that these have not
@@ -111,8 +111,9 @@ def test_the_certificate_is_of_the_rank_that_receives_the_most(name: str, real: 
 @pytest.mark.parametrize("parallel", [Parallel(dp_shard=8, ep=2), Parallel(dp_shard=8, ep=4)])
 @pytest.mark.parametrize("rank", [pytest.param(3, marks=pytest.mark.wide), 7])
 def test_saving_and_all_else_is_predicted_on_more_ranks(parallel: Parallel, rank: int) -> None:
-    """Of ranks that write no file, which hold no more than they gather."""
-    recipe = make("qwen3_moe", parallel)
+    """Of ranks that write no file, which hold no more than they gather, and of experts that a
+    recomputed block gathers before their backward begins: shared experts' comes first."""
+    recipe = make("deepseek_v3", parallel, recompute_blocks=1)
     fake = trace(recipe, CPU, rank=rank)
     for phase in fake.phases.keys() - {Phase.LOAD}:
         predicted = predict(recipe, rank).live(phase)

@@ -198,7 +198,8 @@ class Unit:
         """After the forward; out: what a backward begins with."""
         if self._state == "backward":
             return
-        if self.shared.backward:  # of a block that is recomputed
+        if self.shared.backward:  # of a block that is recomputed: to torch a forward of its own,
+            self.shared.gathering = None  # with whose end the buffer goes (`iter_forward_root`)
             self._state = ""
             return
         if self.reshards:
