@@ -10,7 +10,7 @@ from memfit.plan.questions import shown_levers
 from memfit.plan.questions.replanned import list_changes
 from memfit.plan.questions.shown_levers import FEW, choose_levers, needs, replan_shown
 from memfit.plan.request.problem import read_problem
-from memfit.plan.search import search
+from memfit.plan.search import candidate, search
 from memfit.plan.search.best_first import _preferences
 from memfit.plan.search.candidate import Candidate
 from memfit.plan.search.estimate import Estimate, applies
@@ -35,6 +35,27 @@ def show(plan):
     out = io.StringIO()
     show_short(Console(out, width=80), plan, commands=["memfit certify"])
     return out.getvalue()
+
+
+def test_levers_of_a_plan_whose_replay_takes_seconds_are_estimates_beside_it(monkeypatch):
+    """Linear attention's loops: they are planned by the plan's own ratio, and say so."""
+    request = api.read("pythia-410m", device="l4", changes={"method": "lora"})
+    exact = {str(row.changes): row for row in api.plan(request).levers}
+    replay, replayed = candidate.replay_run, []
+    monkeypatch.setattr(candidate, "LONG", 0)
+    monkeypatch.setattr(
+        candidate, "replay_run", lambda *asked: (replayed.append(asked), replay(*asked))[1]
+    )
+    search.search_briefly(read_problem(request))
+    alone = len(replayed)
+    brief = api.plan_briefly(request)
+    assert len(replayed) == 2 * alone  # none of a lever
+    assert brief.levers
+    assert not any(row.exact for row in brief.levers)
+    assert "~ estimated" in show(brief)
+    for row in api.plan(request).levers:
+        same = exact.get(str(row.changes))
+        assert same is None or needs(row) == pytest.approx(needs(same), rel=0.1)
 
 
 ENOUGH = ("everything kept", "a processor")  # the others take the same ways, and longer

@@ -283,7 +283,9 @@ def _show_levers(console: Console, plan: Plan) -> None:
         on = f"on {row.mesh}" if row.mesh else ""
         table.add_row(
             between.join(set_words(row.changes)),
-            ("+" if saved > 0 else "-" if saved < 0 else "") + units.show_bytes(abs(saved)),
+            ("" if row.exact else "~")
+            + ("+" if saved > 0 else "-" if saved < 0 else "")
+            + units.show_bytes(abs(saved)),
             f"{row.relative_time - 1:+.1%}",
             "yes" if row.fits else "no",
             plain(console, "; ".join(note for note in (row.because, on) if note)),
@@ -292,4 +294,7 @@ def _show_levers(console: Console, plan: Plan) -> None:
         say(console, "no single knob lowers the peak", indent=INDENT)
         return
     show(console, table)
+    if not all(row.exact for row in rows):
+        note = "~ estimated: bytes are reserved in proportion to the plan's, whose replay is long"
+        say(console, note, style="dim", indent=INDENT)
     _note_ranking(console, plan)

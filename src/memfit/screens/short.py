@@ -197,6 +197,8 @@ def _list_levers(console: Console, plan: Plan, few: int) -> Lines:
         return []
     if not any("*" in row for row in rows):
         title = title.replace(f" ({OTHERWISE})", "")
+    if any("~" in row for row in rows):
+        title += "; ~ estimated"
     lines: Lines = [(), *text(console, title, style="bold")]
     return [*lines, *(line for row in rows for line in text(console, row, indent=INDENT, most=2))]
 
@@ -210,7 +212,8 @@ def _describe_levers(plan: Plan, few: int) -> list[str]:
     lines = []
     for row, name in zip(chosen, names, strict=True):
         saved = needs(row) - own
-        nbytes = f"{'+' if saved > 0 else '-'}{units.show_bytes(abs(saved))}"
+        about = "" if row.exact else "~"
+        nbytes = f"{about}{'+' if saved > 0 else '-'}{units.show_bytes(abs(saved))}"
         time = _compare_time(row.relative_time) if plan.time.step_seconds else "time unknown"
         mark = "*" if is_inexact(row) else " "
         fits = f", on {row.mesh}" if row.mesh else ""

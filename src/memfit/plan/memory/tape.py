@@ -95,6 +95,7 @@ class Replayed(NamedTuple):
     allocated: int  # the highest sum of blocks
     reserved: int  # the most taken from the driver
     phases: dict[Phase, int]  # the highest sum of blocks in each phase
+    events: int
     small: int = 0  # of the reserved bytes, where no segment is ever released: of small storages
 
 
@@ -140,11 +141,12 @@ def replay_run(model: Model, recipe: Recipe, device: Device) -> Replayed:
     if is_quick(settings):
         held = replay_quickly(tape.codes, tape.asks, settings, tape.cuts)
         phases = _by_phase(tape, held.stretches)
-        return Replayed(max(held.stretches), held.reserved, phases, held.small)
+        return Replayed(max(held.stretches), held.reserved, phases, len(tape.codes), held.small)
     replayed = _replay(tape, settings)
     peaks = replayed.peaks
     stretches = [stretch.allocated for stretch in replayed.stretches]
-    return Replayed(peaks.allocated, peaks.reserved, _by_phase(tape, stretches))
+    phases = _by_phase(tape, stretches)
+    return Replayed(peaks.allocated, peaks.reserved, phases, len(tape.codes))
 
 
 @lru_cache(maxsize=512)

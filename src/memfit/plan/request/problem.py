@@ -89,6 +89,7 @@ class Problem(Record, frozen=True, kw_only=True):
     exact: bool = True  # False: what fits, or does not, by far is not replayed
     ranged: bool = True  # False: no other orders of addresses are replayed
     assumed_ratio: float | None = None  # of reserved to allocated bytes, in place of any replay
+    rough: bool = False  # True: recomputation is what a bound says, with an assumed ratio alone
     brief: bool = False  # True: of what was considered, the chosen recipe alone is described
 
     @property

@@ -87,7 +87,7 @@ class BestFirst(Explorer):
         Where some blocks must be recomputed to fit, as many as a bound says: perhaps too few.
         """
         check_described(problem.request)
-        problem = replace(problem, assumed_ratio=ratio, brief=True)
+        problem = replace(problem, assumed_ratio=ratio, rough=True, brief=True)
         failed: list[Candidate] = []
         for start in _preferences(problem):
             best = _fastest_in_flight(start, failed)
@@ -157,8 +157,7 @@ def _choose(candidate: Candidate, assumptions: tuple[str, ...] = ()) -> Choice:
     return Choice(
         recipe=candidate.recipe, model=candidate.model, totals=candidate.totals,
         memory=candidate.memory, ledger=candidate.ledger,
-        on_host=candidate.on_host,
-        assumptions=assumptions,
+        on_host=candidate.on_host, assumptions=assumptions, is_long=candidate.is_long,
     )  # fmt: skip
 
 
@@ -449,7 +448,7 @@ def _fastest_that_fits(
     if faster_alone and start.estimate is None and not _least_fits(most):
         return None
     ranking = Ranking(combinations, paths)
-    if start.problem.assumed_ratio is not None:
+    if start.problem.rough:
         found = next(iter(ranking), None)
         return found.candidate if found and found.candidate.seconds < slowest else None
     brief = start.problem.brief

@@ -39,6 +39,7 @@ class Choice(NamedTuple):
     ledger: Ledger
     on_host: int  # bytes of all hosts
     assumptions: tuple[str, ...] = ()  # of this recipe alone
+    is_long: bool = False  # its replay takes seconds: its levers are planned by its ratio
 
     def seconds(self, device: Device) -> float:
         """Of a step, to compare it with others; on nominal rates where the device has none."""

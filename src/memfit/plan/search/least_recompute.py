@@ -196,7 +196,7 @@ class Ranking:
         if at not in self._climbed:
             plain, path = self._pairs[at]
             with plain.ratio.at(self._value):
-                rough = plain.problem.assumed_ratio is not None
+                rough = plain.problem.rough
                 if rough and at in self._bounds and self._fits_at_top(at):
                     bound = plain.but(**path[self._bounds[at]].knobs)
                     bound.note_estimate(self._least_peak(at, self._bounds[at]))
@@ -212,7 +212,7 @@ class Ranking:
         """
         plain, path = self._pairs[at]
         recipe, estimate = plain.recipe, plain.estimate
-        rough = plain.problem.assumed_ratio is not None
+        rough = plain.problem.rough
         if estimate is None or recipe.samples:
             return 0
         if rough and path == [(plain.model.architecture.layers, 0)]:

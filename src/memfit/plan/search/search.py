@@ -35,10 +35,27 @@ def search(problem: Problem, *, levers: bool = True) -> Plan:
         if not levers or plan.memory.verdict == "does_not_fit":
             return plan
 
-        def find(changed: Request) -> Found:
-            return _find_best(replace(read_problem(changed, device=problem.device), ranged=False))
+        ratio = _ratio_of_levers(Found(plan, chosen))
 
-        return replace(plan, levers=replan_levers(problem, chosen, find))
+        def find(changed: Request) -> Found:
+            made = read_problem(changed, device=problem.device)
+            return _find_best(replace(made, ranged=False, assumed_ratio=ratio))
+
+        rows = replan_levers(problem, chosen, find)
+        return replace(plan, levers=_as_exact(rows, ratio))
+
+
+def _ratio_of_levers(found: Found) -> float | None:
+    """The ratio of reserved to allocated bytes by which levers are planned; None: by replays."""
+    memory = found.plan.memory
+    if not found.choice.is_long or not memory.peak_reserved or not memory.peak_allocated:
+        return None
+    return memory.peak_reserved / memory.peak_allocated
+
+
+def _as_exact(rows: tuple[Considered, ...], ratio: float | None) -> tuple[Considered, ...]:
+    """Levers, which are estimates where a ratio was assumed."""
+    return rows if ratio is None else tuple(replace(row, exact=False) for row in rows)
 
 
 def search_briefly(problem: Problem) -> Found:
@@ -53,9 +70,11 @@ def find_shown_levers(problem: Problem, found: Found) -> tuple[Considered, ...]:
     ratio = (memory.peak_reserved or 1) / (memory.peak_allocated or 1)
     explorer, learned = find_explorer(problem.framework), learns(found.choice.recipe)
 
+    known = _ratio_of_levers(found)
+
     def read(changed: Request) -> Problem:
         made = read_problem(changed, device=problem.device)
-        return replace(made, brief=True, ranged=False)
+        return replace(made, brief=True, ranged=False, assumed_ratio=known)
 
     def estimate(changed: Request) -> tuple[Considered, Recipe]:
         rough = explorer.find_roughly(read(changed), ratio if memory.peak_reserved else 1.0)
@@ -68,7 +87,8 @@ def find_shown_levers(problem: Problem, found: Found) -> tuple[Considered, ...]:
         return row, rough.recipe
 
     with hinting(problem.framework), without_collecting():
-        return replan_shown(problem, found, lambda changed: _find_best(read(changed)), estimate)
+        rows = replan_shown(problem, found, lambda changed: _find_best(read(changed)), estimate)
+        return _as_exact(rows, known)
 
 
 def find_fitting(problem: Problem) -> Plan | None:
