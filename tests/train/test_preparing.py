@@ -24,7 +24,7 @@ from memfit.core.system import memory
 from memfit.train.data import tokens
 from memfit.train.data.readers import find_sources
 from memfit.train.data.shards import parts, split, workers
-from memfit.train.data.tokenizer import Tokenizer, read_tokenizer, train_tokenizer
+from memfit.train.data.tokenizer import Talk, Tokenizer, read_tokenizer, train_tokenizer
 from memfit.train.data.tokens import read_corpus
 
 TEMPLATE = (
@@ -415,8 +415,9 @@ def test_a_template_called_directly_says_what_transformers_says(name, tokenizer)
             own.wrapped.apply_chat_template(t, tokenize=False, add_generation_prompt=prompt)
             for t in talks
         ]
-        assert own._render(talks, prompt=prompt) == want
-        assert own._render(talks[:2], prompt=prompt) == want[:2]
+        held = [Talk(messages) for messages in talks]
+        assert own._render(held, prompt=prompt) == want
+        assert own._render(held[:2], prompt=prompt) == want[:2]
 
 
 def test_a_tokenizer_learns_the_same_from_a_text_in_pieces(tmp_path, monkeypatch):
