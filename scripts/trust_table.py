@@ -98,7 +98,8 @@ def rows(found: Accuracy, times: TimeAccuracy) -> tuple[Cells, ...]:
     """Every row of which a file has the figures."""
     return (
         _exactness(), _parity(), *_published(found), *_seconds(times), *_search(),
-        _block(), _step(), _prediction(), _certificates(), gpu_page.trust(found),
+        _block(), _step(), _prediction(), _certificates(), _reserved(), _containers(),
+        gpu_page.trust(found),
     )  # fmt: skip
 
 
@@ -108,8 +109,7 @@ def _read(name: str) -> Any:
 
 def _exactness() -> Cells:
     name = "exactness_cpu.jsonl"
-    lines = (RESULTS / name).read_text(encoding="utf-8").splitlines()
-    every = [json.loads(line) for line in lines]
+    every = _lines(name)
     worst = max(abs(n) for row in every for n in row["difference"].values())
     families = len({row["family"] for row in every})
     against = f"the same step on real CPU tensors: {len(every)} recipes, {families} families"
@@ -268,3 +268,37 @@ def _certificates() -> Cells:
         f"{small:.0f} s · {min(large):.0f} to {max(large):.0f} s · {world:.0f} s",
         "`bench/results/certify.json`, `ranks.json`",
     )
+
+
+def _reserved() -> Cells:
+    name = "plan_vs_certificate.json"
+    found, rows = _read(name), _lines(f"{name}l")
+    made = [row for row in rows if "certified" in row]
+    off = [abs(r["predicted"]["peak_reserved"] / r["certified"]["peak_reserved"] - 1) for r in made]
+    over, models = len(found["exceed_usable"]), len({row["model"] for row in made})
+    cards = max(row["count"] * row["nodes"] for row in made)
+    return (
+        "reserved bytes of a plan",
+        f"its certificate's: {len(made)} plans of {models} catalogue models, whole and with LoRA,"
+        f" each on the smallest offer that the plan says fits, up to {cards} GPUs",
+        f"{over or 'no'} certificates exceed the usable memory; equal in {off.count(0)}, within"
+        f" 0.1 % in {sum(n <= 0.001 for n in off)}, the last one {max(off):.1%} off",
+        f"`bench/results/{name}`",
+    )
+
+
+def _containers() -> Cells:
+    rows = _lines("limits_cpu.jsonl")
+    off = [row["predicted"] / row["measured"] - 1 for row in rows]
+    limits = [row["limit"] / 2**30 for row in rows]
+    return (
+        f"`memfit train` in control groups of {min(limits):g} to {max(limits):g} GiB",
+        "anonymous memory of the whole command, on a CPU",
+        f"{sum(row['kills'] == 0 for row in rows)} of {len(rows)} end; predicted within"
+        f" {max(map(abs, off)):.1%}",
+        "`bench/results/limits_cpu.jsonl`",
+    )
+
+
+def _lines(name: str) -> list[Any]:
+    return [json.loads(n) for n in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
