@@ -281,8 +281,8 @@ def _reserved() -> Cells:
         "reserved bytes of a plan",
         f"its certificate's: {len(made)} plans of {models} catalogue models, whole and with LoRA,"
         f" each on the smallest offer that the plan says fits, up to {cards} GPUs",
-        f"{over or 'no'} certificates exceed the usable memory; equal in {off.count(0)}, within"
-        f" 0.1 % in {sum(n <= 0.001 for n in off)}, the last one {max(off):.1%} off",
+        f"{over or 'none'} of them beyond the usable memory; equal in {off.count(0)}, the furthest"
+        f" {max(off):.2%} off",
         f"`bench/results/{name}`",
     )
 
