@@ -19,7 +19,7 @@ from memfit.plan.request.problem import Problem, read_problem
 from memfit.plan.search.choice import Explorer, Found
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
-from memfit.records.results import Considered, Plan
+from memfit.records.results import Considered, Memory, Plan
 
 
 def search(problem: Problem, *, levers: bool = True) -> Plan:
@@ -35,27 +35,31 @@ def search(problem: Problem, *, levers: bool = True) -> Plan:
         if not levers or plan.memory.verdict == "does_not_fit":
             return plan
 
-        ratio = _ratio_of_levers(Found(plan, chosen))
+        found = Found(plan, chosen)
 
         def find(changed: Request) -> Found:
-            made = read_problem(changed, device=problem.device)
-            return _find_best(replace(made, ranged=False, assumed_ratio=ratio))
+            return _find_best(_read_lever(problem, found, changed))
 
-        rows = replan_levers(problem, chosen, find)
-        return replace(plan, levers=_as_exact(rows, ratio))
+        return replace(plan, levers=_mark(replan_levers(problem, chosen, find), found))
 
 
-def _ratio_of_levers(found: Found) -> float | None:
-    """The ratio of reserved to allocated bytes by which levers are planned; None: by replays."""
-    memory = found.plan.memory
-    if not found.choice.is_long or not memory.peak_reserved or not memory.peak_allocated:
-        return None
-    return memory.peak_reserved / memory.peak_allocated
+def _read_lever(problem: Problem, found: Found, changed: Request) -> Problem:
+    """The problem of one lever; where the plan's replay is long, without any replay."""
+    made = read_problem(changed, device=problem.device)
+    ratio = _find_ratio(found.plan.memory) if found.choice.is_long else None
+    return replace(made, ranged=False, assumed_ratio=ratio)
 
 
-def _as_exact(rows: tuple[Considered, ...], ratio: float | None) -> tuple[Considered, ...]:
-    """Levers, which are estimates where a ratio was assumed."""
-    return rows if ratio is None else tuple(replace(row, exact=False) for row in rows)
+def _find_ratio(memory: Memory) -> float:
+    """Reserved over allocated bytes; 1 where it is not known what is reserved."""
+    if not memory.peak_reserved:
+        return 1.0
+    return memory.peak_reserved / (memory.peak_allocated or 1)
+
+
+def _mark(rows: tuple[Considered, ...], found: Found) -> tuple[Considered, ...]:
+    """Levers, as estimates where they were planned without any replay."""
+    return tuple(replace(row, exact=False) for row in rows) if found.choice.is_long else rows
 
 
 def search_briefly(problem: Problem) -> Found:
@@ -66,18 +70,14 @@ def search_briefly(problem: Problem) -> Found:
 
 def find_shown_levers(problem: Problem, found: Found) -> tuple[Considered, ...]:
     """Those of the levers of `search` that a short screen shows; found: the problem's plan."""
-    memory = found.plan.memory
-    ratio = (memory.peak_reserved or 1) / (memory.peak_allocated or 1)
+    ratio = _find_ratio(found.plan.memory)
     explorer, learned = find_explorer(problem.framework), learns(found.choice.recipe)
 
-    known = _ratio_of_levers(found)
-
     def read(changed: Request) -> Problem:
-        made = read_problem(changed, device=problem.device)
-        return replace(made, brief=True, ranged=False, assumed_ratio=known)
+        return replace(_read_lever(problem, found, changed), brief=True)
 
     def estimate(changed: Request) -> tuple[Considered, Recipe]:
-        rough = explorer.find_roughly(read(changed), ratio if memory.peak_reserved else 1.0)
+        rough = explorer.find_roughly(read(changed), ratio)
         row = Considered(
             label="", changes={}, peak_allocated=rough.peak_allocated, device_total=rough.needs,
             exact=False, relative_time=rough.seconds / found.choice.seconds(problem.device),
@@ -88,7 +88,7 @@ def find_shown_levers(problem: Problem, found: Found) -> tuple[Considered, ...]:
 
     with hinting(problem.framework), without_collecting():
         rows = replan_shown(problem, found, lambda changed: _find_best(read(changed)), estimate)
-        return _as_exact(rows, known)
+        return _mark(rows, found)
 
 
 def find_fitting(problem: Problem) -> Plan | None:
