@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from memfit.plan.questions.rules import Rule
     from memfit.plan.questions.solve import Solved
     from memfit.plan.questions.why_not import WhyNot
-    from memfit.plan.request.as_stated import read_stated as read_stated
+    from memfit.plan.request.as_stated import read_unplanned as read_unplanned
     from memfit.report.join import join as join
     from memfit.report.pipeline_strip import Strip
     from memfit.report.runs import list_runs as list_runs
@@ -100,7 +100,7 @@ _LATER = {
     "formats": "memfit.core.number_formats.formats",
     "export": "memfit.export.export",
     "write_export": "memfit.export.write_export",
-    "read_stated": "memfit.plan.request.as_stated.read_stated",
+    "read_unplanned": "memfit.plan.request.as_stated.read_unplanned",
     "join": "memfit.report.join.join",
     "list_runs": "memfit.report.runs.list_runs",
     "read_run": "memfit.report.runs.read_run",

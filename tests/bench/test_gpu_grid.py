@@ -15,6 +15,7 @@ import pytest
 import made_by_hand
 from memfit import api, catalog
 from memfit.core.units import GIB
+from memfit.plan.request.as_stated import read_stated
 from typed_commands import quick
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
@@ -26,7 +27,7 @@ def test_the_grid_covers_what_it_should_and_fits_a_large_card() -> None:
     device, fits = catalog.find_device("h200-sxm"), made_by_hand.plan()
     with patch.object(gpu_grid.api, "predict", lambda request: fits):  # no length is halved
         requests = [gpu_grid.make_request(n, device, quick=False) for n in range(gpu_grid.CASES)]
-    recipes = [api.read_stated(request).recipe for request in requests]
+    recipes = [read_stated(request).recipe for request in requests]
     assert len({recipe.digest for recipe in recipes}) == len(recipes) >= 60
     assert {api.predict(request).memory.verdict for request in requests[::5]} == {"fits"}
     families = Counter(r.model.config["model_type"] for r in recipes)

@@ -21,7 +21,7 @@ from memfit.core.libraries import install_extra
 from memfit.core.wording import set_words
 from memfit.files.request_file import KEYS, schema, template
 from memfit.records.request import Request
-from memfit.workflows import doctor
+from memfit.workflows import doctor, python_verbs
 from typed_commands import ASKED, ROOT, STATED, TINY, memfit, quick, strict, write
 
 
@@ -435,22 +435,63 @@ def test_certify_prints_its_certificate_with_the_plans_time(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("certified_here")
-def test_certify_of_many_devices_needs_no_plan_and_says_what_auto_became(tmp_path):
+def test_a_certificate_of_several_devices_is_of_what_their_plan_says(certified_here, tmp_path):
     ranks = {"device": "h100-sxm", "count": 4, "nodes": 2}
-    asked = {"model": TINY, "weights": "random", "hardware": ranks, "recompute": "full",
+    asked = {"model": TINY, "weights": "random", "hardware": ranks,
              "task": {"sequence_length": 64, "global_batch": 16}}  # fmt: skip
-    file = write(tmp_path, asked)
-    code, out, err = quick("certify", file, "--folder", tmp_path / "run")
+    file, folder = write(tmp_path, asked), tmp_path / "run"
+    planned = strict(quick("plan", file, "--json", "--quiet")[1])
+    assert planned["recipe"]["micro_batch"] > 1  # plain defaults would be one
+    code, out, err = quick("certify", file, "--folder", folder)
     assert code == 0, err
-    assert "method: full, precision: bf16-mixed" in err
-    assert "parallel: dp_shard 8" in err
+    assert f"certifying recipe {planned['recipe_digest']} for 8 x h100-sxm" in err
     assert "rank 0 of 8" in out
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["certificate.json"]
+    assert "8 x h100-sxm (certified)" in out
+    assert {path.name for path in folder.iterdir()} == {"plan.json", "certificate.json"}
+    written = [strict((folder / name).read_text()) for name in ("plan.json", "certificate.json")]
+    assert [made["recipe"] for made in written] == [planned["recipe"]] * 2
     code, out, err = quick("certify", file, "--json", "--quiet")
     assert (code, err) == (0, "")
-    data = strict(out)
-    assert data["recipe"]["parallel"]["dp_shard"] == 8
-    assert data["defaults"]["micro_batch"] == 1
+    proved = strict(out)
+    assert proved["recipe"] == planned["recipe"]
+    assert proved["memory"]["peak_allocated"] == planned["memory"]["peak_allocated"]
+    assert python_verbs.certify(file).recipe_digest == planned["recipe_digest"]
+
+
+def test_what_no_plan_of_several_devices_describes_is_certified_as_stated(certified_here, tmp_path):
+    asked = {"model": TINY, "weights": "random", "offload": "activations",
+             "hardware": {"device": "h100-sxm", "count": 2},
+             "task": {"sequence_length": 64, "global_batch": 4}}  # fmt: skip
+    file, folder = write(tmp_path, asked), tmp_path / "run"
+    code, out, err = quick("certify", file, "--folder", folder)
+    assert code == 0, err
+    assert "`offload: activations` on 2 devices is not predicted yet; certified as stated" in err
+    assert "method: full, precision: bf16-mixed" in err
+    assert "rank 0 of 2" in out
+    assert [path.name for path in folder.iterdir()] == ["certificate.json"]
+    data = strict(quick("certify", file, "--json", "--quiet")[1])
+    assert (data["recipe"]["offload"], data["recipe"]["micro_batch"]) == ("activations", 1)
+    assert "not predicted yet" in data["because"]
+
+
+def test_what_does_not_fit_several_devices_has_a_nearest_that_does(certified_here, tmp_path):
+    asked = {"model": {**TINY, "vocab_size": 50304}, "weights": "random", "method": "full",
+             "precision": "bf16-mixed", "optimizer": {"name": "adamw"}, "micro_batch": 2,
+             "recompute": "none", "loss": "plain", "hardware": {"device": "rtx-4090", "count": 2},
+             "limits": {"memory": "6 GiB"}, "parallel": {"dp_shard": 2},
+             "task": {"sequence_length": 16384, "global_batch": 4}}  # fmt: skip
+    file = write(tmp_path, asked)
+    code, out, err = quick("certify", file, "--json", "--quiet")
+    assert (code, err) == (3, "")
+    nearest = strict(out)["nearest"]
+    assert nearest["memory"]["verdict"] == "fits"
+    words = [f"{key}={json.dumps(value)}" for key, value in nearest["changes"].items()]
+    changed = [part for word in words for part in ("--set", word)]
+    code, out, err = quick("certify", file, "--json", "--quiet", *changed)
+    assert code == 0, err
+    proved = strict(out)
+    assert proved["recipe_digest"] == nearest["recipe_digest"]
+    assert proved["recipe"]["parallel"]["dp_shard"] == 2
 
 
 @pytest.mark.parametrize(

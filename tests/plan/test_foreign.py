@@ -117,7 +117,7 @@ def test_what_the_framework_does_not_have_is_refused_with_both_values(changes, e
     assert said in f"{raised.value}\n{raised.value.hint}"
 
 
-@pytest.mark.parametrize("verb", ["read_stated", "refuse_ranks"])
+@pytest.mark.parametrize("verb", ["read_unplanned", "refuse_ranks"])
 def test_no_other_verb_takes_another_frameworks_step(verb):
     with pytest.raises(InvalidRequest, match="can plan and predict but neither certify"):
         getattr(api, verb)(ask())

@@ -14,6 +14,7 @@ from memfit.meta import Meter
 from memfit.meta.distributed.sharding import Sharding, Shared, Unit
 from memfit.parallelism.shards import local_model
 from memfit.plan.memory.predicted_memory import find_fullest, predict_memory
+from memfit.plan.request.as_stated import read_stated
 from memfit.plan.request.meshes import list_meshes
 from memfit.plan.step_time.read import read_setting
 from memfit.plan.step_time.step import predict_step
@@ -361,7 +362,7 @@ def ask(**changes: object) -> Request:
 def test_predict_takes_what_certify_takes_of_many_devices() -> None:
     """The peak that bench/results/ranks.json has for the same recipe, by the certificate."""
     plan = api.predict(ask())
-    assert plan.recipe_digest == api.read_stated(ask()).recipe.digest
+    assert plan.recipe_digest == read_stated(ask()).recipe.digest
     assert plan.memory.peak_allocated == pytest.approx(10_140_038_144, rel=0.02)
     assert "parallel 64 shards (not asked for)" in plan.assumptions
     assert "NCCL" in plan.memory.because
@@ -414,9 +415,7 @@ def test_weights_that_stay_gathered_are_fetched_once() -> None:
 
 def test_a_quantised_base_is_gathered_as_it_is_stored() -> None:
     mesh, over = {"parallel": {"dp_shard": 64}}, {"method": "lora", "precision": "bf16"}
-    dense, coded = (
-        api.read_stated(ask(**mesh, **over, base_format=f)).recipe for f in ("bf16", "nf4")
-    )
+    dense, coded = (read_stated(ask(**mesh, **over, base_format=f)).recipe for f in ("bf16", "nf4"))
     model = read_model(dense.model)
     two, half = (read_setting(r, model, H100) for r in (dense, coded))
     assert two.layout.sent.gathered == 2

@@ -20,6 +20,7 @@ from memfit import api
 from memfit.cli.options import read_value
 from memfit.core.errors import InvalidRequest, NotCertified
 from memfit.export.target import exports
+from memfit.plan.request.as_stated import read_stated
 from memfit.records import to_json
 from memfit.records.request import Request
 from memfit.workflows import certify_request
@@ -112,7 +113,7 @@ def test_of_many_ranks_the_searched_plan_is_certified(monkeypatch):
     offloaded = api.read("pythia-70m", changes={**many, "offload": "activations"})
     with pytest.raises(NotCertified):
         api.draw_step(offloaded)
-    assert certified[1] == api.read_stated(offloaded).recipe
+    assert certified[1] == read_stated(offloaded).recipe
     with pytest.raises(InvalidRequest, match="another framework's step"):
         api.draw_step(api.read("pythia-70m", changes={**many, "framework": "megatron"}))
 

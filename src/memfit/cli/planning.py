@@ -33,6 +33,7 @@ from memfit.files.flags import gather
 from memfit.records.other_words import TASKS
 
 if TYPE_CHECKING:
+    from memfit.plan.request.as_stated import Stated
     from memfit.records.recipe import Recipe
     from memfit.records.request import Request
     from memfit.records.results import Certificate, Lever, Nearest, Plan
@@ -233,22 +234,22 @@ def certify_command(
     Needs no accelerator. Writes certificate.json beside plan.json, or into --folder. Exit 3 when
     it does not fit, with the nearest recipe that does, certified too.
 
-    A request for many devices is taken as it states itself, with plain defaults; a plan.json of
-    many as it was searched. The rank that needs the most memory is certified.
+    Of several devices the rank that needs the most memory is certified. What they can run and no
+    plan describes is certified as it is stated, with plain defaults, which are named.
     """
     from memfit import api
 
     say = note(quiet)
     request = read_target(target, device, memory, changes)
-    if request.ranks > 1 and not api.find_plan(Path(target)):
-        return _certify_ranks(request, folder, timeline, as_json, why, levers, say)
+    if not api.find_plan(Path(target)) and (stated := api.read_unplanned(request)):
+        return _certify_unplanned(request, stated, folder, timeline, as_json, why, levers, say)
     plan, home = _plan_of(target, request, folder)
     _check_home(home, timeline)
     typed = Typed(target=target, device=device, memory=memory, changes=changes)
     if plan.memory.verdict == "does_not_fit" and not anyway:
         say("the plan does not fit, so it is not certified itself; --anyway does that too")
         return _show_miss(plan, typed, as_json, why, say)
-    say(f"certifying recipe {plan.recipe_digest} for {plan.recipe.device}")
+    say(f"certifying recipe {plan.recipe_digest} for {plan.recipe.placed_on}")
     certificate = _certify(plan.recipe, plan.memory.usable, home, timeline, say)
     if home:
         api.write_plan(plan, home)
@@ -265,8 +266,9 @@ def certify_command(
     return _exit_code(certificate.memory.verdict)
 
 
-def _certify_ranks(
+def _certify_unplanned(
     request: Request,
+    stated: Stated,
     home: Path | None,
     timeline: bool,
     as_json: bool,
@@ -274,25 +276,18 @@ def _certify_ranks(
     levers: bool,
     say: Callable[[str], None],
 ) -> int:
-    """Certify the fullest rank of what a request states, without a plan."""
-    from memfit import api
-
+    """Certify what a request states, without a plan."""
     _check_home(home, timeline)
-    stated = api.read_stated(request)
     recipe = stated.recipe
-    if stated.defaults:
-        became = ", ".join(f"{key}: {value}" for key, value in stated.defaults.items())
-        say(f"left on auto, so plain defaults: {became}")
-    for assumed in stated.assumptions:
-        say(f"assumed: {assumed}")
-    say(f"certifying recipe {recipe.digest} for {recipe.parallel.world} x {recipe.device}")
+    for line in (stated.because, *(f"assumed: {assumed}" for assumed in stated.assumptions)):
+        say(line)
+    say(f"certifying recipe {recipe.digest} for {recipe.placed_on}")
     certificate = _certify(recipe, stated.usable, home, timeline, say)
     turned = _find_levers(request, certificate, say) if levers else None
     if as_json:
         from memfit.records import to_data
 
-        found = to_data(turned or ())
-        more = {"defaults": to_data(stated.defaults), "levers": found, "nearest": None}
+        more = {"because": stated.because, "levers": to_data(turned or ()), "nearest": None}
         print_json({**to_data(certificate), **more})
     else:
         _show(certificate, None, [], why, turned, None)

@@ -331,6 +331,12 @@ class Recipe(Record, frozen=True, kw_only=True):
         return self.framework == OWN_STEP
 
     @property
+    def placed_on(self) -> str:
+        """Its devices in words: `l40s`, or `4 x l40s`."""
+        world = self.parallel.world
+        return f"{world} x {self.device}" if world > 1 else self.device
+
+    @property
     def digest(self) -> str:
         """16 hexadecimal digits that name this recipe; equal recipes have equal digests.
 

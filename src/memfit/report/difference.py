@@ -51,7 +51,7 @@ def find_certificate(target: str, say: Callable[[str], None]) -> Certificate:
 
 
 def _certify_now(made: Plan, say: Callable[[str], None]) -> Certificate:
-    say(f"certifying recipe {made.recipe_digest} for {made.recipe.device}")
+    say(f"certifying recipe {made.recipe_digest} for {made.recipe.placed_on}")
     return certify(made.recipe, usable=made.memory.usable)
 
 

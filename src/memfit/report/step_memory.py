@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memfit.core.errors import InvalidRequest
-from memfit.plan.request.as_stated import read_stated
-from memfit.plan.request.problem import check_own_step
+from memfit.plan.request.as_stated import read_unplanned
 from memfit.records import Record
 from memfit.records.request import Request
 from memfit.records.results import Certificate, Plan
@@ -41,19 +39,14 @@ def draw_step(
     from memfit.certify.evidence.recording import read_recording
     from memfit.report.curve import draw_curve, pack
 
-    check_own_step(request.framework)
-    plan, refused = None, ""
     on_phase("planning")
-    try:
-        plan = find_plan(request)
-        recipe, usable = plan.recipe, plan.memory.usable
-    except InvalidRequest as refusal:
-        if request.ranks == 1:
-            raise
-        stated = read_stated(request)  # of one's own mistakes it says the same
+    stated = read_unplanned(request)
+    plan = None if stated else find_plan(request)
+    if stated:
         recipe, usable = stated.recipe, stated.usable
-        became = ", ".join(f"{key}: {value}" for key, value in stated.defaults.items())
-        refused = f"{refusal.message}; certified as stated, with plain defaults ({became})"
+    else:
+        assert plan is not None
+        recipe, usable = plan.recipe, plan.memory.usable
     with tempfile.TemporaryDirectory(prefix="memfit-") as place:
         tape = Path(place) / "recording"
         on_phase("running the step on fake tensors")
@@ -61,6 +54,6 @@ def draw_step(
         on_phase("drawing")
         curve = pack(draw_curve(read_recording(tape)))
     return StepMemory(
-        certificate=certificate, plan=plan, because=refused, ranks=recipe.parallel.world,
-        rank=rank, curve=curve,
+        certificate=certificate, plan=plan, because=stated.because if stated else "",
+        ranks=recipe.parallel.world, rank=rank, curve=curve,
     )  # fmt: skip

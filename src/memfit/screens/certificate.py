@@ -42,7 +42,7 @@ def show_certificate(
     levers: None, where none was certified.
     """
     recipe, memory = certificate.recipe, certificate.memory
-    show_verdict(console, memory, f"{recipe.model.name} on {recipe.device} (certified)")
+    show_verdict(console, memory, f"{recipe.model.name} on {recipe.placed_on} (certified)")
     say(console, f"recipe {certificate.recipe_digest}: {describe_run(certificate)}", style="dim")
     show_bar(console, memory)
     show_breakdown(console, memory)
@@ -58,7 +58,7 @@ def show_certificate(
     if levers is not None:
         show_levers(console, levers)
     if memory.verdict == "does_not_fit":
-        show_nearest(console, nearest, recipe.device, ranks=recipe.parallel.world)
+        show_nearest(console, nearest, recipe.device, planned=plan is not None)
     bullets(console, "Holds for", certificate.bounds)
     next_commands(console, commands)
 
@@ -194,13 +194,18 @@ NEAREST = {
 }
 
 
-def show_nearest(console: Console, nearest: Nearest | None, device: str, *, ranks: int = 1) -> None:
-    """What to set so that it fits; or how near the smallest recipe comes."""
+def show_nearest(
+    console: Console, nearest: Nearest | None, device: str, *, planned: bool = True
+) -> None:
+    """What to set so that it fits; or how near the smallest recipe comes.
+
+    planned: whether there was a plan to search from.
+    """
     if nearest is None:
         heading(console, "The nearest recipe that fits")
         why = "the limit is unknown, or no other can be certified"
-        if ranks > 1:
-            why = "a plan is for one device today; --levers certifies every lever"
+        if not planned:
+            why = "no plan describes this request; --levers certifies every lever"
         say(console, f"not searched: {why}", indent=INDENT)
         return
     fits = nearest.memory.verdict != "does_not_fit"

@@ -83,9 +83,7 @@ def describe_memory(
     model's and the device's name.
     """
     memory, recipe = found.memory, found.recipe
-    world = recipe.parallel.world
-    many = f"{world} x " if world > 1 else ""
-    subject = f"{recipe.model.name} on {many}{recipe.device}{note}"
+    subject = f"{recipe.model.name} on {recipe.placed_on}{note}"
     if memory.peak_allocated is None:
         return [
             *text(console, f"memory unknown: {subject}", style="bold"),

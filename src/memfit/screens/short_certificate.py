@@ -61,9 +61,7 @@ def show_short_certificate(
     if levers is not None:
         show_levers(console, levers)
     if miss:
-        show_nearest(
-            console, nearest, certificate.recipe.device, ranks=certificate.recipe.parallel.world
-        )
+        show_nearest(console, nearest, certificate.recipe.device, planned=plan is not None)
     if continued:
         next_commands(console, commands)
 

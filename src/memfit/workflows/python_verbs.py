@@ -165,7 +165,8 @@ def certify(
     """Run the planned step on fake tensors, and replay it through the allocator; needs torch.
 
     folder: where plan.json and certificate.json are written. cache: whether a certificate that was
-    made before, of all the same, may be the answer. Raises NotCertified.
+    made before, of all the same, may be the answer. What several devices can run and no plan
+    describes is certified as it is stated, with plain defaults. Raises NotCertified.
     """
     with nullcontext() if cache else api.without_cache():
         return _certify(target, None if folder is None else Path(folder), words)
@@ -179,23 +180,20 @@ def _certify(target: Target, home: Path | None, words: Mapping[str, Any]) -> Cer
         )
     if isinstance(target, str | Path) and not words and (path := api.find_plan(Path(target))):
         target = api.read_plan(path)
-    request = api.state(target) if isinstance(target, Plan) else read_request(target, words)
-    if not isinstance(target, Plan) and request.ranks > 1:  # certified as it states itself
-        stated = api.read_stated(request)
-        certificate = api.certify(stated.recipe, usable=stated.usable)
-    else:
-        made = target if isinstance(target, Plan) else _plan(request, whole=home is not None)
-        certificate = api.certify(made.recipe, usable=made.memory.usable)
-        if home is not None:
-            api.write_plan(made, home)
+    if not isinstance(target, Plan):
+        request = read_request(target, words)
+        if stated := api.read_unplanned(request):
+            certificate = api.certify(stated.recipe, usable=stated.usable)
+            if home is not None:
+                api.write_certificate(certificate, home)
+            return certificate
+        # levers take most of a plan's time: they are of a whole one, which is written
+        target = api.plan_alone(request) if home is None else api.plan(request)
+    certificate = api.certify(target.recipe, usable=target.memory.usable)
     if home is not None:
+        api.write_plan(target, home)
         api.write_certificate(certificate, home)
     return certificate
-
-
-def _plan(request: Request, *, whole: bool) -> Plan:
-    """With levers where the whole plan is written; they take most of its time."""
-    return api.plan(request) if whole else api.plan_alone(request)
 
 
 def check(

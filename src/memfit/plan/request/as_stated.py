@@ -1,8 +1,7 @@
-"""A request for many ranks as a recipe: what it states, and plain defaults for what it does not.
+"""A request for many ranks that no plan describes, as a recipe: what it states, and plain defaults.
 
-A search (`plan.search`) decides the same knobs; `memfit certify REQUEST` does without one.
-
-Nothing is searched. What was left on `auto` becomes the plainest choice, which is listed.
+A certificate needs no prediction: it is of what the request states. Nothing is searched; what was
+left on `auto` becomes the plainest choice, which is listed.
 """
 
 from __future__ import annotations
@@ -11,8 +10,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memfit.plan.request.meshes import check_batch, stated_mesh
-from memfit.plan.request.problem import CHUNKS, Problem, first_recipe, read_own_problem
+from memfit.core.errors import InvalidRequest
+from memfit.plan.request.meshes import check_batch, check_described, stated_mesh
+from memfit.plan.request.problem import (
+    CHUNKS,
+    Problem,
+    check_own_step,
+    first_recipe,
+    read_own_problem,
+)
 from memfit.plan.simulate.recompute import find_recompute
 from memfit.records import Record
 from memfit.records.recipe import Parallel, Recipe
@@ -26,6 +32,24 @@ class Stated(Record, frozen=True, kw_only=True):
     usable: int | None  # bytes of each device: the limit asked for or what it has
     defaults: dict[str, Any]  # knobs that were left on `auto`, and what they became
     assumptions: tuple[str, ...]
+    because: str = ""  # why no plan describes it, and what is certified instead
+
+
+def read_unplanned(request: Request) -> Stated | None:
+    """What a request states that many ranks can run and no plan describes; None of any other.
+
+    Raises InvalidRequest where its numbers do not agree, and for another framework's step.
+    """
+    check_own_step(request.framework)
+    try:
+        check_described(request)
+    except InvalidRequest as refusal:
+        stated = read_stated(request)  # of one's own mistakes it says the same
+        became = ", ".join(f"{key}: {value}" for key, value in stated.defaults.items())
+        because = f"{refusal.message}; certified as stated"
+        because += f", with plain defaults ({became})" if became else ""
+        return replace(stated, because=because)
+    return None
 
 
 def read_stated(request: Request) -> Stated:
