@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,12 +78,12 @@ def predict(recipe: Recipe, rank: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_learn_what_one_process_does_and_hold_what_is_certified_and_predicted(
-    name: str, real: Any, tmp_path: Path
+    name: str, real: Any
 ) -> None:
     recipe = CASES[name]
     assert_as_one_process(recipe, real[name])
     ends = (0, recipe.parallel.world - 1)  # of all ranks, those that are traced
-    traced = assert_as_certified(recipe, real[name], tmp_path)
+    traced = assert_as_certified(recipe, real[name])
     for rank, fake in zip(ends, traced, strict=True):
         for phase in fake.phases.keys() - {Phase.LOAD, Phase.SAVE}:
             predicted = predict(recipe, rank).live(phase)

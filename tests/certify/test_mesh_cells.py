@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,11 +54,11 @@ def real(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cell_trains_as_one_process_and_holds_what_is_certified_and_predicted(
-    name: str, real: Any, tmp_path: Path
+    name: str, real: Any
 ) -> None:
     recipe = RECIPES[name]
     assert_as_one_process(recipe, real[name])
-    traced = assert_as_certified(recipe, real[name], tmp_path)
+    traced = assert_as_certified(recipe, real[name])
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     for rank, fake in enumerate(traced):
         predicted = predict_memory(model, recipe, CPU, rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,5 +251,5 @@ def test_ranks_compute_what_one_process_computes(name: str, real: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.covering(CASES)
 @pytest.mark.parametrize("name", NAMES)
-def test_each_rank_holds_what_its_certificate_says(name: str, real: Any, tmp_path: Path) -> None:
-    assert_as_certified(CASES[name], real[name], tmp_path)
+def test_each_rank_holds_what_its_certificate_says(name: str, real: Any) -> None:
+    assert_as_certified(CASES[name], real[name])

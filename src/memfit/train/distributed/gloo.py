@@ -1,130 +1,88 @@
-"""Gloo's own copies, which no GPU's backend makes, taken out of a count of live bytes.
+"""What gloo keeps, which no GPU's backend does, taken out of a count of live bytes.
 
-Gloo reduces a copy of its input, which is split and dropped when it is waited for; its thread
-lets go of a collective's tensors some time after it is over; and what it has sent stays as long as
-the handle of the sending. NCCL does none of it, and what a certificate traces does not either.
+Gloo reduces a copy of its input; its thread lets go of a collective's tensors at some time after it
+is over; and what it sends stays as long as the handle of the sending. NCCL does none of it, and
+what a certificate traces does not either. So gloo is given copies, which nobody counts, and what
+it makes of them is copied back.
 """
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memfit.train.measure.live import LiveBytes
 
-# those that FSDP2 calls, by their names in any torch from 2.11; that stages hand weights on by, and
-# rows to experts
-COLLECTIVES = (
-    "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",
-    "reduce_scatter_tensor", "all_reduce", "broadcast", "all_to_all_single",
+# Namespaces of torch's operators that call a backend.
+CALLED = ("c10d", "_c10d_functional", "_dtensor")
+# What waits calls no backend. What receives writes after it returns, so it keeps its caller's
+# tensor; nothing but the handle holds that.
+PASSED = (
+    "wait_tensor", "_wrap_tensor_autograd", "recv_", "recv_any_source_", "isend", "irecv",
+    "batch_p2p_ops",
 )  # fmt: skip
-# that DTensor calls (norms, whole weights, shared rows) and torch's ring (keys, values and their
-# gradients)
-FUNCTIONAL = (
-    "all_reduce", "all_gather_tensor", "all_gather_single", "reduce_scatter_tensor",
-    "reduce_scatter_single", "permute_tensor",
-)  # fmt: skip
-# seconds that gloo's thread is given to let go of a tensor: where a machine has much other work
-# it may not run for some, and a buffer that it still holds would count as alive in what follows
-LONGEST = 60.0
 
 
 @contextmanager
 def without_gloo(live: LiveBytes) -> Iterator[None]:
-    """Count as if the backend held nothing; slower, so only around what is counted."""
+    """Count as if the backend held nothing; slower, so only around what is counted.
+
+    Each collective is over when its call returns.
+    """
     if not (dist.is_initialized() and dist.get_backend() == "gloo"):
         yield
         return
-    import torch.distributed._functional_collectives as funcol
+    plain_run, plain_wait = live.run, dist.Work.wait
 
-    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-    direct = {name: getattr(funcol, name) for name in FUNCTIONAL if hasattr(funcol, name)}
-    plain_wait = dist.Work.wait
-
-    def collective(plain: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            before = [_users(tensor) for tensor in tensors]
-            out = plain(*args, **kwargs)
-            if isinstance(out, dist.Work):  # it holds them itself until its caller drops it
-                wait(out)
-                return out
-            _wait_until_let_go(tensors, before)
-            return out
-
-        return run
-
-    def wait(*args: Any) -> Any:
+    def wait(*args: Any) -> Any:  # gloo splits the copy that it has reduced, whenever asked
         with live.hidden():
             return plain_wait(*args)
 
-    def functional(plain: Any) -> Any:
-        def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            before = _users(tensor)
-            out = plain(tensor, *args, **kwargs)
-            elem = getattr(out, "elem", out)
-            funcol.wait_tensor(elem)  # type: ignore[no-untyped-call]
-            _wait_until_let_go([tensor, elem], [before, 1])
-            return out
-
-        return run
-
     work: Any = dist.Work
-    work.wait = wait
-    for name, plain in originals.items():
-        setattr(dist, name, collective(plain))
-    for name, plain in direct.items():
-        setattr(funcol, name, functional(plain))
-    try:
-        with _copies_sent(live):
-            yield
-    finally:
-        work.wait = plain_wait
-        for name, plain in originals.items():
-            setattr(dist, name, plain)
-        for name, plain in direct.items():
-            setattr(funcol, name, plain)
-
-
-@contextmanager
-def _copies_sent(live: LiveBytes) -> Iterator[None]:
-    """Send copies: gloo's handle holds the sent tensor as long as torch's schedules hold the
-    handle."""
-    plain = dist.isend
-    modules: Any = (dist, dist.distributed_c10d)  # where schedules, and torch itself, look it up
-
-    def send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with live.hidden():
-            copy = tensor.detach().clone()
-        return plain(copy, *args, **kwargs)
-
-    for module in modules:
-        module.isend = send
+    live.run, work.wait = _run, wait
     try:
         yield
     finally:
-        for module in modules:
-            module.isend = plain
+        live.run, work.wait = plain_run, plain_wait
 
 
-def _users(tensor: Any) -> int:
-    return int(tensor._use_count())
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator; one that calls the backend on copies, which it fills when it returns."""
+    if func.namespace not in CALLED or func._opname in PASSED:
+        return func(*args, **kwargs)
+    given, named = tree_map_only(torch.Tensor, torch.Tensor.clone, (args, dict(kwargs)))
+    found = func(*given, **named)
+    if func.namespace != "c10d":
+        return _take_functional(func, (args, kwargs), found)
+    if func._opname == "send":  # the other rank may ask for it only when this one has gone on
+        return found
+    for leaf in tree_leaves(found):
+        if isinstance(leaf, torch.ScriptObject):
+            leaf.wait()  # type: ignore[attr-defined]  # c10d's Work
+    _fill(args[0], given[0])
+    tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return found
+    return (args[0], *found[1:])  # what it fills is what it returns
 
 
-def _wait_until_let_go(tensors: Sequence[torch.Tensor], users: Sequence[int]) -> None:
-    """Until each has no more users than that, or for `LONGEST` after the collective is over."""
-    until = time.monotonic() + LONGEST
-    while time.monotonic() < until:
-        if all(_users(t) <= n for t, n in zip(tensors, users, strict=True)):
-            return
-        time.sleep(1e-5)
-    warnings.warn(
-        f"gloo holds a collective's tensors {LONGEST:g} s after it: more is counted than is held",
-        stacklevel=3,
-    )
+def _take_functional(func: Any, call: tuple[Any, Any], found: Any) -> Any:
+    """What a functional collective made, waited for: new, or in the tensor that it was given."""
+    args, kwargs = call
+    waited = tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor, found)
+    written = kwargs["out"] if "out" in kwargs else args[0] if func._opname[-1] == "_" else None
+    if written is None:
+        return tree_map_only(torch.Tensor, torch.Tensor.clone, waited)
+    _fill(written, waited)
+    return written
+
+
+def _fill(tensors: Any, copies: Any) -> None:
+    for tensor, copy in zip(tree_leaves(tensors), tree_leaves(copies), strict=True):
+        if isinstance(tensor, torch.Tensor):
+            tensor.copy_(copy)
