@@ -2,7 +2,7 @@
 
 Gloo reduces a copy of its input; its thread lets go of a collective's tensors at some time after it
 is over; and what it sends stays as long as the handle of the sending. NCCL does none of it, and
-what a certificate traces does not either. So gloo is given copies, which nobody counts, and what
+what a certificate traces does not either. So gloo works on copies, which nobody counts, and what
 it makes of them is copied back.
 """
 
@@ -52,11 +52,11 @@ def without_gloo(live: LiveBytes) -> Iterator[None]:
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator; one that calls the backend on copies, which it fills when it returns."""
+    """Run an operator. One that calls the backend works on copies, and is over when it returns."""
     if func.namespace not in CALLED or func._opname in PASSED:
         return func(*args, **kwargs)
-    given, named = tree_map_only(torch.Tensor, torch.Tensor.clone, (args, dict(kwargs)))
-    found = func(*given, **named)
+    copies, named = tree_map_only(torch.Tensor, torch.Tensor.clone, (args, dict(kwargs)))
+    found = func(*copies, **named)
     if func.namespace != "c10d":
         return _take_functional(func, (args, kwargs), found)
     if func._opname == "send":  # the other rank may ask for it only when this one has gone on
@@ -64,7 +64,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for leaf in tree_leaves(found):
         if isinstance(leaf, torch.ScriptObject):
             leaf.wait()  # type: ignore[attr-defined]  # c10d's Work
-    _fill(args[0], given[0])
+    _fill(args[0], copies[0])
     tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
     if not tensors:
         return found
@@ -72,7 +72,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _take_functional(func: Any, call: tuple[Any, Any], found: Any) -> Any:
-    """What a functional collective made, waited for: new, or in the tensor that it was given."""
+    """What a functional collective made, waited for: new, or in the tensor that it writes."""
     args, kwargs = call
     waited = tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor, found)
     written = kwargs["out"] if "out" in kwargs else args[0] if func._opname[-1] == "_" else None
