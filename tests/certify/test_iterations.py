@@ -69,7 +69,12 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], Policy, dict[str, Any]]] = {
     "ppo, lora": ("ppo", {**LORA, **MIXED, "base_format": "bf16"}, PPO, ALONE),
     "ppo, recomputed": ("ppo", {**LORA, **CHUNKED, "recompute_blocks": 2}, PPO, ALONE),
     "ppo, full": ("ppo", {**MIXED, "recompute_blocks": 1}, PPO, ALONE),
-    "rloo, lora": ("rloo", {**LORA, "loss": "chunked", "loss_chunk": 20}, KL, {"rows": 2}),
+    "rloo, lora": (
+        "rloo",
+        {**LORA, "loss": "chunked", "loss_chunk": 20},
+        KL,
+        {"rows": 2, "top_k": 90, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2},
+    ),
 }
 
 

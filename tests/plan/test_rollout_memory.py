@@ -40,6 +40,8 @@ PENALISED = ("rloo", {**LORA, **CHUNKED}, KL, {"rows": 2})
 VALUED = ("ppo", ADAPTED, Policy(beta=0.05, num_iterations=2), {"num_generations": 1})
 AT_ONCE = ("ppo", {**LORA, **CHUNKED, "recompute_blocks": 2}, Policy(), {"num_generations": 1})
 WHOLE = ("ppo", MIXED, *VALUED[2:])
+PENALTY, MANY = {"repetition_penalty": 1.3}, {"rows": 0}  # MANY: sampling decides
+FILTERED = ("grpo", ADAPTED, KL, {"top_k": 7, **PENALTY, **MANY})
 CASES = {
     "llama, ppo": ("llama", VALUED),
     "llama, ppo, full": ("llama", WHOLE),
@@ -76,6 +78,20 @@ CASES = {
         "gpt_neox", ("ppo", {**ADAPTED, **AWAY}, *VALUED[2:])
     ),
     "llama, full, activations on the host": ("llama", ("rloo", {**MIXED, **AWAY}, TWICE, {})),
+    "llama, top-k and a penalty": ("llama", FILTERED),
+    "llama, top-k of all": ("llama", ("grpo", {}, Policy(), {"top_k": 5000, **MANY})),
+    "llama, top-p": ("llama", ("rloo", {}, Policy(), {"top_p": 0.9, "temperature": 0.7, **MANY})),
+    "llama, top-k and top-p": (
+        "llama", ("grpo", {}, Policy(), {"top_k": 90, "top_p": 0.9, **MANY})
+    ),
+    "qwen3, pairs, min-p": ("qwen3", (*OF_PAIRS[:3], {"min_p": 0.1, "temperature": 0.9, **MANY})),
+    "llama, ppo, a penalty and a temperature": (
+        "llama", ("ppo", *AT_ONCE[1:3], {"num_generations": 1, "temperature": 0.7, **PENALTY})
+    ),
+    "llama, ppo, all filters": (
+        "llama", ("ppo", *VALUED[1:3], {"num_generations": 1, "top_k": 90, "top_p": 0.9,
+                  "min_p": 0.1, **PENALTY})
+    ),
     "llama, many prompts at once": (
         "llama", ("grpo", {}, Policy(), {"rows": 0, "max_completion_length": 5})
     ),
@@ -213,6 +229,7 @@ def compare(recipe, device):
 ON_CUDA = [
     "llama, ppo", "llama, ppo, chunked, recomputed", "llama, ppo, nf4", "gpt_neox, ppo, int8",
     "llama, full", "llama, full, several updates", "llama, lora, chunked", "llama, nf4",
+    "llama, top-k and a penalty", "llama, ppo, all filters",
     "gpt_neox, lora", "gpt_neox, int8", "gemma3, full, within windows", "gemma2, lora, capped",
     "gpt_oss, sinks", "deepseek_v3, lora, latent attention", "qwen3_moe, full, experts",
     "llama, pairs", "gpt_neox, pairs", "qwen3, pairs, chunked",
@@ -325,8 +342,7 @@ def test_states_of_rows_are_in_the_ledger_and_do_not_grow_with_answers():
 )  # fmt: skip
 def test_prompts_are_read_while_slots_are_free(rows, group, prompt, answers, expected):
     slots = Slots(
-        rows=rows, group=group, prompt=prompt, tokens=prompt + 9, reach=2, heated=False,
-        answers=answers,
+        rows=rows, group=group, prompt=prompt, tokens=prompt + 9, reach=2, answers=answers,
     )  # fmt: skip
     made = [Admission(prompts=p, answers=a, later=later) for p, a, later in expected]
     assert list(slots.admissions()) == made

@@ -190,12 +190,17 @@ def test_what_a_request_says_of_sampling_is_the_recipe_s():
             ask(rollout=ROLLOUT | wrong)
 
 
-@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "repetition_penalty"])
-def test_no_plan_promises_what_a_filter_holds(name):
-    made = plan(ask(rollout=ROLLOUT | {name: 1 if name == "top_k" else 0.5}))
-    assert made.memory.verdict == "unproven"
-    assert "`rollout.top_k`" in made.memory.because
-    assert "`rollout.top_k`" not in plan(ask()).memory.because
+@pytest.mark.parametrize(
+    ("filters", "sorts"),
+    [
+        ({"top_p": 0.9}, True), ({"top_p": 0.9, "top_k": 20}, False), ({"top_k": 20}, False),
+        ({"top_k": 5000}, True), ({"repetition_penalty": 1.2, "min_p": 0.1}, False), ({}, False),
+    ],
+)  # fmt: skip
+def test_a_sort_of_the_vocabulary_is_a_risk_on_a_gpu(filters, sorts):
+    made = plan(ask(rollout=ROLLOUT | filters))
+    assert made.memory.verdict == ("at_risk" if sorts else "fits")
+    assert ("sort of the vocabulary" in made.memory.because) == sorts
 
 
 @pytest.mark.parametrize("objective", TRLS)

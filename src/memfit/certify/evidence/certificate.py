@@ -38,7 +38,7 @@ from memfit.families import read_model
 from memfit.parallelism.pipeline import shown_micro_batches
 from memfit.plan.memory.predicted_memory import find_fullest, predict_stages
 from memfit.plan.memory.process import describe_process
-from memfit.plan.memory.verdict import describe_orders, doubt_other_lengths
+from memfit.plan.memory.verdict import describe_orders, doubt_sampled
 from memfit.records.hardware import Device
 from memfit.records.ledger import Entry, Kind, Phase
 from memfit.records.recipe import Parallel, Recipe
@@ -91,7 +91,7 @@ def make_certificate(
     memory, phases, bounds = _judge_trace(trace, device, settings, usable, recipe.parallel)
     if device.is_cpu and keeps_freed(recipe.allocator):
         memory = _on_cpu(trace, device, usable, recipe.parallel, hold_freed(trace.tape))
-    memory = doubt_other_lengths(recipe, device, memory, "traced")
+    memory = doubt_sampled(recipe, device, memory, "traced")
     generation, phases_later = None, dict[Phase, int]()
     if later is not None:
         generation, phases_later, _ = _judge_trace(later(), device, settings, usable, Parallel())

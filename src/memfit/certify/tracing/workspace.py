@@ -254,6 +254,13 @@ NOT_COUNTED = (
         "aten/src/ATen/native/cuda/Sort.cpp: sort_cuda_kernel",
     ),
     (
+        "drawing tokens by `rollout.top_p`, or by a `rollout.top_k` above 4,096",
+        "some 40 bytes for each token of the vocabulary and row while scores are sorted; `plan` and"
+        " `certify` say `at_risk`",
+        "aten/src/ATen/native/cuda/TensorTopK.cpp: topk_out_cuda; SortStable.cu:"
+        " segmented_sort_pairs_by_full_sort",
+    ),
+    (
         "grouped products of experts",
         "60 bytes an expert, and what CUTLASS keeps for each multiprocessor",
         "aten/src/ATen/native/cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100",

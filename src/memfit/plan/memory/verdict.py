@@ -18,6 +18,7 @@ from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Ledger
 from memfit.records.model import Model
 from memfit.records.recipe import Parallel, Recipe
+from memfit.records.reinforcement import Rollout
 from memfit.records.results import Memory, Verdict
 
 SLACK = Slack(  # of a step whose run is not simulated event by event
@@ -35,22 +36,38 @@ SAMPLED = Slack(  # where answers are sampled: those of other lengths leave othe
     " between, certificates reserve from 1.1 % less to 2.6 % more, and an H100 with torch 2.11,"
     " which frees some gradients later, reserved 6.3 % more",
 )  # fmt: skip
+# scores of a row that CUDA sorts where they lie (aten/src/ATen/native/cuda/Sort.h)
+SORTED_IN_PLACE = 4096
 
 
-def doubt_other_lengths(recipe: Recipe, device: Device, memory: Memory, done: str) -> Memory:
-    """The verdict where answers are sampled, whose lengths leave gaps between whole segments.
+def doubt_sampled(recipe: Recipe, device: Device, memory: Memory, done: str) -> Memory:
+    """The verdict where answers are sampled, whose lengths leave gaps between whole segments, and
+    where torch sorts a vocabulary on a GPU, in memory of its own.
 
     done: what was done with the lengths that were looked at, `replayed` or `traced`.
     """
     if not recipe.samples or device.is_cpu or memory.verdict != "fits":
         return memory
-    if read_settings(recipe.allocator).expandable_segments:
+    doubts = []
+    if not read_settings(recipe.allocator).expandable_segments:
+        doubts.append(
+            f"answers of other lengths than those {done} may leave more unused:"
+            " `allocator: expandable_segments:True` leaves little"
+        )
+    if sort := _find_sort(recipe.rollout):
+        doubts.append(f"what torch's sort of the vocabulary takes for {sort} is not counted")
+    if not doubts:
         return memory
-    because = (
-        f"{memory.because}; answers of other lengths than those {done} may leave more unused:"
-        " `allocator: expandable_segments:True` leaves little"
-    )
-    return replace(memory, verdict="at_risk", because=because)
+    return replace(memory, verdict="at_risk", because="; ".join((memory.because, *doubts)))
+
+
+def _find_sort(rollout: Rollout) -> str:
+    """What sorts more scores of a row than a kernel sorts in place; "": nothing does."""
+    if rollout.top_k > SORTED_IN_PLACE:
+        return f"`rollout.top_k` above {SORTED_IN_PLACE:,}"
+    if rollout.top_p < 1 and not rollout.top_k:
+        return f"`rollout.top_p` (a `rollout.top_k` of {SORTED_IN_PLACE:,} or less takes nothing)"
+    return ""
 
 
 class Needed(NamedTuple):

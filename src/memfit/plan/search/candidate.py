@@ -36,11 +36,11 @@ from memfit.plan.memory.verdict import (
     SLACK,
     Needed,
     describe_memory,
+    doubt_sampled,
     find_needed,
     find_streams,
     widen,
 )
-from memfit.plan.request.objectives.sampled import at_other_lengths
 from memfit.plan.request.problem import Problem
 from memfit.plan.search.estimate import Estimate, count_least
 from memfit.plan.simulate.recompute import RecomputedBlocks
@@ -197,7 +197,7 @@ class Candidate:
                 self.ledger, device, usable, because, prepared=alone, held=self._held(None)
             )
         memory = describe_memory(self.ledger, device, usable, because, self.ranged)
-        return at_other_lengths(self.recipe, device, memory)
+        return doubt_sampled(self.recipe, device, memory, "replayed")
 
     @cached_property
     def needed(self) -> Needed:

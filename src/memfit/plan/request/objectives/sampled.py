@@ -7,7 +7,6 @@ from msgspec.structs import replace
 from memfit.adapters.shared.stored import is_stored, read_stored
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import Objective, find_objective
-from memfit.plan.memory.verdict import doubt_other_lengths
 from memfit.records.hardware import Device
 from memfit.records.objectives import (
     check_answered_once,
@@ -31,12 +30,7 @@ from memfit.records.reinforcement import (
 )
 from memfit.records.reinforcement.requested import PolicyRequest, PpoRequest
 from memfit.records.request import PreferenceRequest, Request
-from memfit.records.results import Memory
 
-FILTERED = (
-    "what `rollout.top_k`, `top_p`, `min_p` and `repetition_penalty` hold while a token is drawn is"
-    " not predicted: certify"
-)
 OWNERS = {  # keys of `policy` that not every objective has
     "loss_type": ("grpo", "online_dpo"), "normalize_advantages": ("rloo",),
     **dict.fromkeys(
@@ -310,12 +304,3 @@ def describe_sampled(request: Request, recipe: Recipe) -> str:
     if recipe.copies_reference:
         parts.append("the reference is a frozen copy of the trained weights, of their dtype")
     return ", ".join(parts)
-
-
-def at_other_lengths(recipe: Recipe, device: Device, memory: Memory) -> Memory:
-    """A prediction's verdict: what filters of tokens hold is not predicted; else see
-    `doubt_other_lengths`."""
-    if recipe.samples and recipe.rollout.filters and memory.verdict in ("fits", "at_risk"):
-        because = f"{FILTERED}; without them: {memory.because}"
-        return replace(memory, verdict="unproven", because=because)
-    return doubt_other_lengths(recipe, device, memory, "replayed")

@@ -12,8 +12,8 @@ from memfit.families.capabilities.turned import LEAST_TOKENS
 from memfit.families.shared.forward import Forward, bend_logits, project
 from memfit.meta import Tensor
 from memfit.meta.attending.slots import Decode, Prefill
-from memfit.meta.elementwise import like
 from memfit.plan.simulate.blocks import Simulation
+from memfit.plan.simulate.sampled.drawing import Drawing, draw_tokens
 from memfit.plan.simulate.setting import Batch, Recording, Setting
 from memfit.records import Record
 from memfit.records.model import Architecture
@@ -28,7 +28,7 @@ class Admission(Record, frozen=True, kw_only=True):
 
     prompts: int
     answers: int
-    later: bool  # whether the logits of an earlier prompt are kept
+    later: bool  # whether what earlier prompts left is there: a prompt's logits, rows' tokens
 
 
 class Slots(Record, frozen=True, kw_only=True):
@@ -39,8 +39,8 @@ class Slots(Record, frozen=True, kw_only=True):
     prompt: int  # tokens of the longest prompt
     tokens: int  # of a slot: a prompt and its answer
     reach: int  # a decoding step attends to a multiple of this many tokens
-    heated: bool  # whether a temperature divides logits
     answers: int  # of the waves that stand for all
+    drawing: Drawing = Drawing()
     turns: bool = False  # whether a CPU holds weights by columns meanwhile
 
     @classmethod
@@ -51,8 +51,7 @@ class Slots(Record, frozen=True, kw_only=True):
         return cls(
             rows=rollout.in_flight(answers), group=rollout.num_generations,
             prompt=min(rollout.max_prompt_length, tokens), tokens=tokens,
-            reach=rollout.reach, heated=rollout.temperature != 1.0,
-            answers=rollout.count_shown(answers),
+            reach=rollout.reach, answers=rollout.count_shown(answers), drawing=Drawing.of(rollout),
             turns=rollout.max_completion_length >= LEAST_TOKENS
             and recipe.parallel.world == 1 and not recipe.autocast,
         )  # fmt: skip
@@ -91,7 +90,7 @@ class Slots(Record, frozen=True, kw_only=True):
                     begun = min(prompts * self.group, free)
                     rest = prompts * self.group - begun
                 yield Admission(prompts=prompts, answers=begun, later=later)
-                later = self.group > 1
+                later = self.group > 1 or self.drawing.penalised
                 free -= begun
                 waiting -= begun
 
@@ -151,6 +150,7 @@ class _Calls:
         meter, slots, simulation = self.meter, self.slots, self.simulation
         simulation.mark("embedding", "embedding")
         after = self._keep_logits() if admission.later else None
+        seen = self._keep_seen() if admission.later else None
         now = Prefill(
             meter, admission.prompts, slots.prompt, admission.answers, slots.tokens, self.dtype,
             gated=bool(find_family(self.setting.architecture.family).state_gates),
@@ -163,18 +163,28 @@ class _Calls:
             logits = self._only_last(forward, hidden)
             self._end(logits)
             del hidden, forward, ids
-        if after is None and slots.group > 1:
+        if not admission.later:
             after = self._keep_logits()
         begun = meta.empty(meter, (admission.answers, logits.shape[-1]), logits.dtype)
-        self._sample(begun)
-        del begun, logits, now, after
+        if not admission.later:
+            seen = self._keep_seen()
+        draw_tokens(begun, slots.drawing)
+        del begun, logits, now, after, seen
         simulation.mark("end", "")
 
-    def _keep_logits(self) -> Tensor:
-        """(1, vocab), after the prompt of the spare row."""
+    def _keep_logits(self) -> Tensor | None:
+        """(1, vocab), after the prompt of the spare row, where several answers begin with it."""
         setting = self.setting
+        if self.slots.group == 1:
+            return None
         dtype = setting.precision.compute if setting.precision.autocast else self.dtype
         return meta.empty(self.meter, (1, setting.architecture.vocab), dtype)
+
+    def _keep_seen(self) -> Tensor | None:
+        """(rows, vocab): the tokens of each row, where a penalty asks for them."""
+        if not self.slots.drawing.penalised:
+            return None
+        return meta.empty(self.meter, (self.slots.rows, self.setting.architecture.vocab), "bool")
 
     def _only_last(self, forward: Forward, hidden: Tensor) -> Tensor:
         """The head's logits of each prompt's last token."""
@@ -192,7 +202,7 @@ class _Calls:
         meter, slots, simulation = self.meter, self.slots, self.simulation
         rows = slots.rows
         simulation.mark("embedding", "embedding")
-        after = self._keep_logits() if slots.group > 1 else None
+        after, seen = self._keep_logits(), self._keep_seen()
         now = Decode(meter, rows, columns, slots.tokens, self.dtype, uneven=slots.reach > 1)
         ids = meta.empty(meter, (rows, 1), "int64")
         with meter.with_autocast(self.setting.precision.autocast):
@@ -202,32 +212,9 @@ class _Calls:
             logits = self._head(forward, hidden)
             self._end(logits)
             del hidden, forward, ids
-        self._sample(meta.reshape(logits, rows, logits.shape[-1]))
-        del logits, now, after
+        draw_tokens(meta.reshape(logits, rows, logits.shape[-1]), slots.drawing)
+        del logits, now, after, seen
         simulation.mark("end", "")
-
-    def _sample(self, logits: Tensor) -> None:
-        """(rows, vocab) -> a token a row, as train/generation/sampling.py picks it."""
-        meter, (rows, vocab) = self.meter, logits.shape
-        numbers = None if meter.cuda else meta.empty(meter, (rows,), "float64")
-        wide = meta.cast(logits, "float32")
-        plain = meta.scale(wide) if self.slots.heated else wide
-        total = meta.empty(meter, (rows,), "float32")
-        highest = meta.empty(meter, (rows, 1), "float32")
-        apart = like(plain)
-        del highest
-        weights = like(apart)
-        del apart
-        summed = meta.empty(meter, (rows, vocab), "float64")
-        del weights
-        moved = meta.empty(meter, (rows,), "float64") if meter.cuda else None
-        aim = meta.empty(meter, (rows, 1), "float64")
-        del moved
-        tokens = meta.empty(meter, (rows, 1), "int64")
-        del summed, aim
-        chosen = meta.empty(meter, (rows, 1), "float32")
-        meta.empty(meter, (rows,), "float32")
-        del numbers, wide, plain, total, tokens, chosen
 
 
 def find_admissions(slots: Slots) -> tuple[Admission, ...]:
