@@ -377,7 +377,8 @@ def test_values_carry_their_unit(value, unit, shown):
         (-0.0625, "-6.25%"),
         (0.5, "+50.00%"),
         (14.5, "15.5x"),
-        (-1.3e-5, "-0.001%"),
+        (-1.3e-5, "<0.01%"),
+        (3e-8, "<0.01%"),
     ],
 )
 def test_only_exact_equality_is_shown_as_nothing(error, shown):

@@ -57,6 +57,7 @@ export function signed(error: Maybe): string {
   if (error == null) return "-";
   if (error === 0) return "0";
   if (error >= 9) return `${round(1 + error, 3)}x`;
+  if (Math.abs(error) < 1e-4) return "<0.01%";
   return `${error > 0 ? "+" : ""}${(error * 100).toFixed(2)}%`;
 }
 

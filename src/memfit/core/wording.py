@@ -75,14 +75,15 @@ def show_value(value: float | None, unit: str) -> str:
 
 
 def show_error(error: float | None) -> str:
-    """A signed share; `0` is exact equality, `-` nothing to compare, `12x` far too much."""
+    """A signed share; `0` is exact equality, `-` nothing to compare, `12x` far too much, and what
+    would round to nothing has no sign."""
     if error is None:
         return "-"
     if error == 0:
         return "0"
     if error >= FAR:
         return f"{1 + error:.3g}x"
-    return f"{error:+.2%}" if abs(error) >= 1e-4 else f"{100 * error:+.1g}%"
+    return f"{error:+.2%}" if abs(error) >= 1e-4 else "<0.01%"
 
 
 def short_name(name: str) -> str:
