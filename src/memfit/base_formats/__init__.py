@@ -96,7 +96,7 @@ class BaseFormat(ABC):
     def quantising(
         self, shape: tuple[int, ...], dtype: str, width: int, *, double: bool
     ) -> list[list[int]]:
-        """Sizes of what is alive at the instants of coding one dense matrix, which is among them.
+        """Sizes of what is alive at the instants of coding one dense matrix, which is the first.
 
         dtype, width: of the dense matrix, and the bytes of an element of it.
         """

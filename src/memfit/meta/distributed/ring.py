@@ -18,7 +18,7 @@ from memfit.meta.autograd import Gradients, Node, Rule, record
 from memfit.meta.elementwise import Incoming, attach, cast, like, upstream
 from memfit.meta.tensor import Tensor, empty, row_major, workspace
 from memfit.meta.views import concatenate, contiguous, narrow
-from memfit.meta.workspace import flash_backward
+from memfit.meta.workspace import copied_by_token, flash_backward
 from memfit.records.model import DTYPE_BYTES
 
 WIDE = "float32"
@@ -53,7 +53,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Ten
 def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> _Part:
     key, value = contiguous(key), contiguous(value)
     gathered = _gather(_join(key, value), ring)
-    merged: tuple[Tensor, Tensor] | None = None
+    merged: list[Tensor] = []
     for i in range(ring.ranks):
         if i > 0:
             key, value = _views(gathered, key, value)
@@ -67,9 +67,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> _Part:
         else:
             q, k, v = _half(query), key, value
         part = _call(q, k, v)
-        merged = _merge(merged, part, partial=partial)
+        _merge(merged, part, partial=partial)
     del k, v  # held until here
-    assert merged is not None
     return _Part(cast(merged[0], query.dtype), merged[1], part.random)
 
 
@@ -100,15 +99,16 @@ def _call(query: Tensor, key: Tensor, value: Tensor) -> _Part:
     return _Part(out, sums, random)
 
 
-def _merge(
-    merged: tuple[Tensor, Tensor] | None, part: _Part, *, partial: bool
-) -> tuple[Tensor, Tensor]:
-    """Results joined by their log-sums, which are (batch, heads, tokens, 1); partial: the second
-    half of the tokens alone."""
+def _merge(merged: list[Tensor], part: _Part, *, partial: bool) -> None:
+    """Join results by their log-sums, which are (batch, heads, tokens, 1).
+
+    merged: both, of the calls before; none at first. partial: the second half of the tokens alone.
+    """
     block = cast(part.out, WIDE)
     block_sums = part.sums.viewed((*part.sums.shape, 1), (*part.sums.strides, 1))
-    if merged is None:
-        return block, block_sums
+    if not merged:
+        merged += block, block_sums
+        return
     out, sums = (_half(x) for x in merged) if partial else merged
     weight = _through(like(block_sums, sums))
     apart = like(out, block)
@@ -118,9 +118,10 @@ def _merge(
     del change
     sums = like(sums, _through(like(sums, block_sums), scratch=not sums.meter.cuda))
     if not partial:
-        return out, sums
-    joined = concatenate((_half(merged[1]), sums), TOKENS)
-    return concatenate((_half(merged[0]), out), TOKENS), joined
+        merged[:] = out, sums
+        return
+    merged[1] = concatenate((_half(merged[1]), sums), TOKENS)  # the earlier ones go before
+    merged[0] = concatenate((_half(merged[0]), out), TOKENS)
 
 
 def _through(x: Tensor, *, scratch: bool = False) -> Tensor:
@@ -140,7 +141,7 @@ def _backward(ring: Ring) -> Rule:
 
 def _gradients(tensors: list[Tensor], ring: Ring) -> Gradients:
     """Return gradients of query, key and value; tensors: the result's gradient and the saved."""
-    _, query, key, value, _, sums = tensors
+    grad, query, key, value, out, sums = tensors
     dtype, meter = key.dtype, key.meter
     of_query, of_key, of_value = (like(x, dtype=WIDE) for x in (query, key, value))
     key, value = contiguous(key), contiguous(value)
@@ -154,12 +155,13 @@ def _gradients(tensors: list[Tensor], ring: Ring) -> Gradients:
         if 0 < i < ring.ranks - 1:
             next_kv = _join(key, value)
         partial = i > ring.place
-        q, k, v = query, key, value
+        q, k, v, read = query, key, value, (grad, out)
         if partial:
             q, lse = _half(query), empty(meter, _halved(sums), WIDE)
+            read = _half(grad), _half(out)
         elif i:
             k, v = _half(key), _half(value)
-        made = _call_backward(q, k, v)
+        made = _call_backward(q, k, v, read)
         if received is not None:
             next_grad = received
             of_key, of_value = _views(received, key, value)
@@ -173,7 +175,7 @@ def _gradients(tensors: list[Tensor], ring: Ring) -> Gradients:
     of_query = cast(of_query, query.dtype)
     next_grad = cast(received, dtype)
     of_key, of_value = _views(next_grad, key, value)
-    del made, next_kv, lse, q, k, v  # held until here
+    del made, next_kv, lse, q, k, v, read  # held until here
     return of_query, of_key, of_value
 
 
@@ -186,10 +188,14 @@ def _add_half(x: Tensor) -> Tensor:
     return concatenate((_half(x), _half(x)), TOKENS)
 
 
-def _call_backward(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def _call_backward(
+    query: Tensor, key: Tensor, value: Tensor, read: tuple[Tensor, Tensor]
+) -> list[Tensor]:
+    """read: the result's gradient and the result."""
     if not query.meter.cuda:
         return [by_token(x) for x in (query, key, value)]
     made = [like(x) for x in (query, key, value)]
-    pieces = flash_backward(query.shape, key.shape, DTYPE_BYTES[query.dtype])
-    workspace(query.meter, *pieces)
+    width = DTYPE_BYTES[query.dtype]
+    copies = [copied_by_token(x.shape, x.strides, width) for x in read]
+    workspace(query.meter, *copies, *flash_backward(query.shape, key.shape, width))
     return made

@@ -86,6 +86,7 @@ def gather_rows_cut(weight: Tensor, indices: Tensor, tp: int) -> Tensor:
 def _gather_cut_backward(shape: Shape, tp: int) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = _gathered(upstream(grads), tp)
+        grads.clear()  # the gathering is a node of its own
         indices = node.unpack(0)
         rows = shape[0] * tp
         made = empty(grad.meter, (rows, *shape[1:]), grad.dtype)

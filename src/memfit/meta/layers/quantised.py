@@ -50,7 +50,6 @@ class Quantised(NamedTuple):
         low = autocast_lower(x)
         node = record(self._grouped_backward(weight.shape, low), (low,), (ends,))
         dense = self._make_dense(x.meter, weight.shape, low.dtype)
-        x.meter.begin_product()
         result = empty(x.meter, (low.shape[0], columns), low.dtype)
         del dense
         return attach(node, result)
@@ -61,7 +60,6 @@ class Quantised(NamedTuple):
         def rule(node: Node, grads: Incoming) -> Gradients:
             grad, _ = upstream(grads), node.unpack(0)
             dense = self._make_dense(grad.meter, shape, dtype)
-            grad.meter.begin_product()
             made = empty(grad.meter, (grad.shape[0], columns), dtype)
             del dense
             return (made,)
@@ -156,7 +154,8 @@ def product_bytes(tokens: int, rows: int, columns: int, outliers: int, width: in
 def quantising_bytes(
     coding: str, shape: tuple[int, ...], dtype: str, *, cut: bool = False
 ) -> list[list[int]]:
-    """Sizes of what is alive at the instants of quantising one dense weight (rows, columns).
+    """Sizes of what is alive at the instants of quantising one dense weight (rows, columns), in the
+    order of their births.
 
     cut: ranks keep a part each of what is stored, which is whole meanwhile.
     """
@@ -164,6 +163,5 @@ def quantising_bytes(
     own = declared.tensors(shape, double=double) if cut else ()
     beside = [prod(t.shape) * DTYPE_BYTES[t.dtype] for t in own]
     width = DTYPE_BYTES[dtype]
-    return [
-        [*beside, *instant] for instant in declared.quantising(shape, dtype, width, double=double)
-    ]
+    instants = declared.quantising(shape, dtype, width, double=double)
+    return [[dense, *beside, *made] for dense, *made in instants]

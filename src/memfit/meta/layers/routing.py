@@ -206,7 +206,10 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_mm(x, weight, offs=ends)`: (rows, k) x (groups, k, n) -> (rows, n)."""
+    """`grouped_mm(x, weight, offs=ends)`: (rows, k) x (groups, k, n) -> (rows, n).
+
+    CUTLASS runs it, so that it takes no workspace of cuBLAS's.
+    """
     saved = (weight if x.requires_grad else None, ends, x if weight.requires_grad else None)
     by_column = weight.strides[1] < weight.strides[2]
     node = record(_grouped_backward(by_column), (x, weight), saved)
@@ -227,14 +230,12 @@ def _grouped_backward(by_column: bool) -> Rule:
 
 
 def _grouped_rows(x: Tensor, weight: Tensor) -> Tensor:
-    x.meter.begin_product()
     return empty(x.meter, (x.shape[0], weight.shape[2]), x.dtype)
 
 
 def _grouped_weights(grad: Tensor, x: Tensor, groups: int, by_column: bool) -> Tensor:
     """(groups, k, n), column after column where the weights are: transposed ones."""
     n, k = grad.shape[1], x.shape[1]
-    grad.meter.begin_product()
     if not by_column:
         return empty(grad.meter, (groups, k, n), grad.dtype)
     product = empty(grad.meter, (groups, n, k), grad.dtype)

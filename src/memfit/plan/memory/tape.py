@@ -16,6 +16,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
+from memfit.adapters.shared.peft_layers import base_name
 from memfit.adapters.shared.reference_copy import copied_rows
 from memfit.allocator.caching import Replay
 from memfit.allocator.caching import replay as run_allocator
@@ -24,7 +25,7 @@ from memfit.allocator.orders import OTHERS, RISING
 from memfit.allocator.quick import Ask, is_quick, replay_quickly, reserve_large
 from memfit.allocator.settings import Settings, read_settings
 from memfit.allocator.tape import FREED, Line
-from memfit.families import find_family
+from memfit.families import find_family, read_model
 from memfit.meta import Meter
 from memfit.meta.layers.quantised import quantising_bytes
 from memfit.meta.workspace import foreach_norm, product_workspace
@@ -54,7 +55,7 @@ from memfit.plan.simulate.sampled.rollout import (
 from memfit.plan.simulate.setting import Batch, Recording, Run, Setting
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Phase
-from memfit.records.model import DTYPE_BYTES, Model, TensorSpec
+from memfit.records.model import DTYPE_BYTES, Model, TensorSpec, Weight
 from memfit.records.recipe import Optimizer, Recipe
 
 IN_ORDER = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)
@@ -213,6 +214,11 @@ def write_tape(model: Model, recipe: Recipe, device: Device) -> Tape:
 _written = lru_cache(maxsize=4)(write_tape)  # for its other orders; long ones take 20 MB
 
 
+def _find_module(weight: Weight) -> int | str:
+    """The block of a weight, or its module outside the blocks."""
+    return weight.layer if weight.layer >= 0 else weight.name.rpartition(".")[0]
+
+
 class _Writer:
     """Writes the tape of one recipe; storages are numbered as they are born."""
 
@@ -285,13 +291,35 @@ class _Writer:
             for weight in copied_rows(self.local):
                 self.hold(weight.nbytes)
         cut = self.setting.sharding is not None
-        for weight in self.whole.weights:
-            if weight.coding:
-                made = quantising_bytes(self.recipe.coding, weight.shape, weight.dtype, cut=cut)
-                self._quantise(made)
+        if cut and self.recipe.weights == "random":
+            self._draw()
+        else:
+            self._quantise_all(self.whole.weights, cut=cut)
         if self.computed:
             self._begin_products()
             self.drop([self.hold(self.computed)])
+
+    def _draw(self) -> None:
+        """Random weights of shards: a block, or a module outside the blocks, is whole for its turn,
+        a tied head too (`train.model.weights.fill_weights`)."""
+        plain = read_model(self.recipe.model)
+        names = {w.name for w in plain.weights}
+        whole = stage_model(self.model, self.recipe.parallel, self.rank)
+        own = [w for w in whole.weights if base_name(w.name) in names]
+        turns = [list(turn) for _, turn in groupby(own, _find_module)]
+        if plain.architecture.tied_embeddings:
+            turns.append([w for w in own if w.name == own[0].name])
+        for turn in turns:
+            dense = [self.hold(w.nbytes) for w in turn if not w.coding]
+            self._quantise_all(turn, cut=True)
+            self.drop(dense)
+
+    def _quantise_all(self, weights: Iterable[Weight], *, cut: bool) -> None:
+        """One weight after another is quantised."""
+        for weight in weights:
+            if weight.coding:
+                made = quantising_bytes(self.recipe.coding, weight.shape, weight.dtype, cut=cut)
+                self._quantise(made)
 
     def _quantise(self, instants: Sequence[Sequence[int]]) -> None:
         """What making one weight holds, instant by instant: what stays from one to the next does
