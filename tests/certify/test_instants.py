@@ -26,7 +26,7 @@ from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.generation.sampling import draw_numbers, sample
 from memfit.train.generation.settings import Settings
 from memfit.train.measure.live import LiveBytes
-from memfit.train.model.weights import fill_weights
+from memfit.train.model.weights import EmptyWeights, FileWeights, fill_weights
 from memfit.train.run.generate import advance, load_model
 from memfit.train.step.build import Built, build_model, build_optimizer
 from memfit.train.step.step import evaluate, step
@@ -134,6 +134,18 @@ def test_loading_holds_one_tensor_of_the_file_beside_the_parameters(name, tmp_pa
     largest = 250 * 64 * STORED[stored].itemsize  # the embedding
     assert held[Kind.TEMPORARY] == largest
     assert traced.phases[Phase.LOAD] == held[Kind.PARAMETERS] + largest
+
+
+def test_a_shard_is_read_as_a_view_of_the_whole_tensor_of_the_file(tmp_path) -> None:
+    """safetensors maps the file: real and traced, the storage is the tensor's."""
+    recipe = pretrained(tmp_path / "base", "bf16")
+    source, name = recipe.model.source, "model.embed_tokens.weight"
+    box = slice(0, 125), slice(0, 64)
+    for weights in (FileWeights(source, "model"), EmptyWeights.of(source, "model", "llama")):
+        (part,) = weights.parts(name, (250, 64))
+        shard = weights.read(part, box)
+        assert shard.shape == (125, 64)
+        assert shard.untyped_storage().nbytes() == 250 * 64 * 2
 
 
 @pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from msgspec.structs import replace
 
 from memfit import api, catalog
@@ -14,6 +18,7 @@ from memfit.meta import Meter
 from memfit.meta.distributed.sharding import Sharding, Shared, Unit
 from memfit.parallelism.shards import local_model
 from memfit.plan.memory.predicted_memory import find_fullest, predict_memory
+from memfit.plan.memory.saving import split_files
 from memfit.plan.request.as_stated import read_stated
 from memfit.plan.request.meshes import list_meshes
 from memfit.plan.step_time.read import read_setting
@@ -26,7 +31,7 @@ from memfit.records.request import Request
 from tiny_models import CONFIGS, FAMILIES, make_recipe
 
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
-TRACED = tuple(phase for phase in Phase if phase not in (Phase.SAVE, Phase.GENERATE))
+TRACED = tuple(phase for phase in Phase if phase is not Phase.GENERATE)
 SCALARS = 16  # bytes
 SCALAR_PHASES = (Phase.FIRST_STEP, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
 UNEVEN = {**CONFIGS["llama"], "vocab_size": 251, "intermediate_size": 177}
@@ -173,8 +178,6 @@ def held(recipe: Recipe, device: Device, rank: int) -> tuple[dict[Phase, int], .
 def assert_alike(predicted: dict[Phase, int], traced: dict[Phase, int]) -> None:
     """To the byte, but for 0-dim results that a step's caller may still hold."""
     for phase, nbytes in traced.items():
-        if phase in (Phase.LOAD, Phase.SAVE):
-            continue  # of whole weights on their way, of which a CPU holds copies, too
         scalars = SCALARS if phase in SCALAR_PHASES else 0
         assert predicted[phase] == pytest.approx(nbytes, abs=scalars), phase
 
@@ -189,6 +192,28 @@ def test_a_rank_holds_what_is_predicted(name: str) -> None:
     predicted, traced = held(recipe, CPU, last if name in CASES else 0)
     assert set(traced) >= {Phase.FIRST_STEP, Phase.BACKWARD, Phase.OPTIMIZER_STEP, Phase.EVALUATE}
     assert_alike(predicted, traced)
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}])
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+def test_the_rank_that_writes_loads_and_saves_what_is_predicted(axes: Any, weights: Any) -> None:
+    """Beside its shards it has whole tensors, and on a CPU the copies that wait for their file."""
+    recipe = replace(
+        make_recipe(config=EVEN, parallel=Parallel(**axes), accumulation=2), weights=weights
+    )
+    predicted, traced = held(recipe, CPU, 0)
+    for phase in (Phase.LOAD, Phase.SAVE):
+        assert predicted[phase] == traced[phase], phase
+
+
+@pytest.mark.parametrize("most", [100, 50, 8])
+def test_files_are_split_as_hugging_face_splits_them(most: int) -> None:
+    sizes = [40, 60, 8, 60, 20, 4, 52, 96, 16]
+    tensors = {str(i): torch.empty(n // 4, device="meta") for i, n in enumerate(sizes)}
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=most)
+    groups = sorted(sorted(map(int, names)) for names in split.filename_to_tensors.values())
+    files = split_files(sizes, most)
+    assert sorted([i for i, f in enumerate(files) if f == file] for file in {*files}) == groups
 
 
 @pytest.mark.covering(PAIRS)

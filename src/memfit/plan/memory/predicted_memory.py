@@ -334,7 +334,9 @@ class Outline:
         self.around = around_micro_batches(model, recipe, device, rank)
         self.answers = find_answers(self.setting)
         self.evaluation = find_answers(without_history(self.setting))
-        gathered = highest_gather(model, recipe, rank)
+        writes, away = device.is_cpu and rank == 0, recipe.offload == "parameters"
+        # shards that rest on the host are gathered there
+        gathered = [] if away else highest_gather(model, recipe, rank, copies=writes)
         self.saving = hold((Kind.TEMPORARY, "model"), gathered, device)
 
     def passes(self, recipe: Recipe) -> list[Passes]:
@@ -437,7 +439,7 @@ class _Step:
         starting = find_adapter(self.recipe).loading(self.outline.model)
         if not starting:
             level.note(Phase.LOAD)
-        for top in (around.reading, *around.quantising):
+        for top in (around.reading, *around.filling):
             level.note(Phase.LOAD, top)
         if around.padded is not around.loaded:
             level.add(around.loaded, -1)

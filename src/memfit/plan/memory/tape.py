@@ -46,6 +46,7 @@ from memfit.plan.memory.predicted_memory import (
 from memfit.plan.memory.rollouts import SCORES, cache_sizes, key_dtype, scored_phases
 from memfit.plan.memory.saving import gather_chains
 from memfit.plan.simulate.blocks import AFTER_PRODUCT
+from memfit.plan.simulate.fsdp_units import whole_weights
 from memfit.plan.simulate.sampled.rollout import (
     Slots,
     find_admissions,
@@ -290,6 +291,9 @@ class _Writer:
         if self.recipe.copies_reference:
             for weight in copied_rows(self.local):
                 self.hold(weight.nbytes)
+        drawn = whole_weights(self.model, self.recipe, self.rank)
+        for sizes in (*drawn.others[:1], *drawn.blocks, *drawn.others[1:]):
+            self.drop([self.hold(nbytes) for nbytes in sizes])
         cut = self.setting.sharding is not None
         if cut and self.recipe.weights == "random":
             self._draw()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import prod
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from memfit import meta
+from memfit.adapters.shared.peft_layers import base_name
+from memfit.families import find_family, read_model
 from memfit.families.shared.forward import Forward, Weights
 from memfit.meta import Meter, Tensor
 from memfit.meta.distributed.flat import FlatUnit
 from memfit.meta.distributed.sharding import Dealt, OnReduced, Sharding, Shared, Unit
 from memfit.parallelism.experts import is_expert
+from memfit.parallelism.pipeline import owner_of
 from memfit.parallelism.shards import shard_index
 from memfit.parallelism.tensor import cut_dim
 from memfit.records.model import DTYPE_BYTES, Model
@@ -185,3 +190,47 @@ def gradient_bytes(model: Model, sharding: Sharding) -> list[int]:
         nbytes = own.padded(w.shape) * DTYPE_BYTES[w.dtype]
         units[unit_name] = units.get(unit_name, 0) + nbytes
     return list(units.values())
+
+
+class Whole(NamedTuple):
+    """Bytes of the tensors that are whole at once, of each module in turn."""
+
+    blocks: list[list[int]]
+    others: list[list[int]]
+
+    @property
+    def most_of_block(self) -> list[int]:
+        """Of the largest block."""
+        return max(self.blocks, key=sum, default=[])
+
+    @property
+    def most(self) -> list[int]:
+        """Of the largest module."""
+        return max((*self.blocks, *self.others), key=sum, default=[])
+
+
+def whole_weights(model: Model, recipe: Recipe, rank: int) -> Whole:
+    """What is whole while random numbers are drawn, as train/model/weights.py draws them: each rank
+    draws those of one process, and keeps its own rows. Nothing on one device, nor where weights are
+    read.
+
+    model: after its adapter, before any cut. A quantised weight is whole in a turn of its own, but
+    for one of another stage.
+    """
+    parallel, a = recipe.parallel, model.architecture
+    if recipe.weights != "random" or parallel.world == 1:
+        return Whole([], [])
+    names = {weight.name for weight in read_model(recipe.model).weights}
+    place, drawn = parallel.stage_place(rank), find_family(a.family).drawn(a)
+    blocks: dict[int, list[int]] = {}
+    others: dict[str, list[int]] = {}
+    for weight in model.weights:
+        name, nbytes = base_name(weight.name), prod(weight.shape) * DTYPE_BYTES[weight.dtype]
+        here = parallel.pp == 1 or owner_of(weight, a.layers, parallel) == place
+        if name not in names or (weight.coding and here):
+            continue
+        if weight.layer < 0:
+            others.setdefault(name.rpartition(".")[0], []).append(nbytes)
+        else:
+            blocks.setdefault(weight.layer, [drawn] if drawn else []).append(nbytes)
+    return Whole(list(blocks.values()), list(others.values()))

@@ -29,7 +29,7 @@ from memfit.parallelism.experts import is_expert
 from memfit.parallelism.pipeline import stage_model
 from memfit.parallelism.shards import cut_model, local_model
 from memfit.plan.simulate.blocks import ROUNDING, Part, Parts, owner_of
-from memfit.plan.simulate.fsdp_units import find_sharding, gradient_bytes
+from memfit.plan.simulate.fsdp_units import find_sharding, gradient_bytes, whole_weights
 from memfit.plan.simulate.segments import Segment
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind
@@ -44,7 +44,7 @@ class Around(NamedTuple):
 
     loaded: Parts
     padded: Parts  # the same from the first forward on: FSDP2 pads its shards then
-    quantising: tuple[Parts, ...]  # while a weight is quantised, beside all that is loaded
+    filling: tuple[Parts, ...]  # while a weight is drawn or quantised, beside all that is loaded
     reading: Parts  # the largest tensor of a file on a CPU, beside all that is loaded
     first: Segment  # clipping and the update that makes the optimizer's state
     later: Segment  # the same of every later step
@@ -59,7 +59,7 @@ def around_micro_batches(model: Model, recipe: Recipe, device: Device, rank: int
         first = rank - rank % (recipe.parallel.world // recipe.parallel.pp)
         padded = made.load(local_model(model, recipe.parallel, first))
     return Around(
-        loaded, padded, made.quantise(), made.read(), made.first(), made.later(), made.rounded()
+        loaded, padded, made.fill(rank), made.read(), made.first(), made.later(), made.rounded()
     )
 
 
@@ -94,7 +94,8 @@ class _Around:
 
     def __init__(self, model: Model, recipe: Recipe, device: Device, rank: int) -> None:
         self.whole_model, self.model = model, local_model(model, recipe.parallel, rank)
-        self.whole = cut_model(stage_model(model, recipe.parallel, rank), recipe.parallel)
+        self.staged = stage_model(model, recipe.parallel, rank)
+        self.whole = cut_model(self.staged, recipe.parallel)
         self.recipe = recipe
         self.device = device
         self.sharding = find_sharding(recipe, rank)
@@ -109,8 +110,8 @@ class _Around:
         if held is None or not find_optimizer(recipe.optimizer).gathers:
             yield from own
             return
-        staged = stage_model(self.whole_model, recipe.parallel, rank)
-        parts, wholes = ([w.shape for w in m.weights if w.trainable] for m in (self.whole, staged))
+        models = self.whole, self.staged
+        parts, wholes = ([w.shape for w in m.weights if w.trainable] for m in models)
         for spec, part, whole in zip(own, parts, wholes, strict=True):
             if len(whole) == 2:
                 gathers = find_gathers(spec.shape, part, whole, held.shards)
@@ -132,9 +133,20 @@ class _Around:
             parts = _sum(parts, hold((Kind.PARAMETERS, owner), sizes, self.device))
         return parts
 
-    def quantise(self) -> tuple[Parts, ...]:
-        """What making each size of a quantised weight holds; see train/model/quantised.py."""
-        quantised = () if self.on_host else [w for w in self.whole.weights if w.coding]
+    def fill(self, rank: int) -> tuple[Parts, ...]:
+        """What drawing whole weights holds, and making each size of a quantised weight beside the
+        others of its block; see train/model/quantised.py."""
+        if self.on_host:
+            return ()
+        whole = whole_weights(self.whole_model, self.recipe, rank)
+        drawn, beside = (
+            hold((Kind.TEMPORARY, "model"), sizes, self.device)
+            for sizes in (whole.most, whole.most_of_block)
+        )
+        return (drawn, *(_sum(beside, made) for made in self._quantise()))
+
+    def _quantise(self) -> tuple[Parts, ...]:
+        quantised = [w for w in self.whole.weights if w.coding]
         sizes = dict.fromkeys((w.shape, w.dtype) for w in quantised)
         part, coding = (Kind.TEMPORARY, "model"), self.recipe.coding
         return tuple(
@@ -160,16 +172,14 @@ class _Around:
             return {(Kind.TEMPORARY, "model"): max(judging)} if judging else {}
         widths, plain = read_widths(recipe.model.source), read_model(recipe.model)
         prefix, family = plain.weights[0].name.partition(".")[0], plain.architecture.family
-        names, own = {w.name for w in plain.weights}, {w.name: w for w in self.model.weights}
+        names = {w.name for w in plain.weights}
         largest = [0, *judging]
-        for weight in self.whole.weights:
+        for weight in self.staged.weights:  # a shard is a view of the file's whole tensor
             name, shape = base_name(weight.name), weight.shape
             if name not in names:
                 continue  # of an adapter
             parts = find_parts(name, shape, prefix, widths.__contains__)
             for part in parts or file_parts(name, shape, family):
-                if self.sharding is not None and not part.place and weight.name in own:
-                    part = part._replace(shape=own[weight.name].shape)
                 each = part.reading(widths.get(part.name, DTYPE_BYTES[UNKNOWN]))
                 dense = prod(shape) * DTYPE_BYTES[weight.dtype] if weight.coding else 0
                 largest.append(each + dense)

@@ -246,8 +246,8 @@ class EmptyWeights:
         if part.packed:
             codes = torch.empty(part.shape, dtype=torch.uint8)
             return unpack_expert(codes[0], torch.empty(part.shape[:-1], dtype=torch.uint8)[0])
-        shape = part.shape if box is None else tuple(s.stop - s.start for s in box)
-        return torch.empty(shape, dtype=self._dtypes.get(part.name, UNKNOWN))
+        whole = torch.empty(part.shape, dtype=self._dtypes.get(part.name, UNKNOWN))
+        return whole if box is None else whole[box]  # a view of the mapped file, as safetensors'
 
 
 def _dtypes_here(source: str) -> dict[str, torch.dtype]:
