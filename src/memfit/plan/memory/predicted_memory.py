@@ -77,7 +77,7 @@ from memfit.plan.simulate.setting import (
 )
 from memfit.plan.simulate.shared_products import SharedProducts
 from memfit.plan.simulate.stages import find_stages, fullest_places, held_blocks
-from memfit.plan.simulate.updates import around_micro_batches, hold
+from memfit.plan.simulate.updates import Around, around_micro_batches, hold
 from memfit.records.hardware import Device
 from memfit.records.ledger import Entry, Kind, Ledger, Phase
 from memfit.records.model import DTYPE_BYTES, Model
@@ -331,13 +331,10 @@ class Outline:
     def __init__(self, model: Model, recipe: Recipe, device: Device, rank: int = 0) -> None:
         self.model = model
         self.setting, self.counts = describe(model, recipe, device, rank)
-        self.around = around_micro_batches(model, recipe, device, rank)
+        self.around = _around(model, _without_recompute(recipe), device, rank)
         self.answers = find_answers(self.setting)
         self.evaluation = find_answers(without_history(self.setting))
-        writes, away = device.is_cpu and rank == 0, recipe.offload == "parameters"
-        # shards that rest on the host are gathered there
-        gathered = [] if away else highest_gather(model, recipe, rank, copies=writes)
-        self.saving = hold((Kind.TEMPORARY, "model"), gathered, device)
+        self.saving = _saving(model, _without_recompute(recipe), device, rank)
 
     def passes(self, recipe: Recipe) -> list[Passes]:
         """The segments of the first micro-batch, and of a later one where there is any."""
@@ -414,6 +411,26 @@ def without_shape(recipe: Recipe) -> Recipe:
     """The same for all rows, tokens and steps."""
     more = shown_micro_batches(recipe, 2)
     return replace(recipe, micro_batch=1, sequence_length=1, accumulation=more, steps=0, seed=0)
+
+
+def _without_recompute(recipe: Recipe) -> Recipe:
+    """The same however many blocks are recomputed, which nothing around the micro-batches reads."""
+    return replace(recipe, recompute_blocks=0, selective_blocks=0)
+
+
+@lru_cache(maxsize=256)
+def _around(model: Model, recipe: Recipe, device: Device, rank: int) -> Around:
+    """Cached: a search asks for many numbers of recomputed blocks, and sums over all weights."""
+    return around_micro_batches(model, recipe, device, rank)
+
+
+@lru_cache(maxsize=256)
+def _saving(model: Model, recipe: Recipe, device: Device, rank: int) -> Parts:
+    """While the model's files are gathered; cached for the same reason."""
+    writes, away = device.is_cpu and rank == 0, recipe.offload == "parameters"
+    # shards that rest on the host are gathered there
+    gathered = [] if away else highest_gather(model, recipe, rank, copies=writes)
+    return hold((Kind.TEMPORARY, "model"), gathered, device)
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ run repeat. Nothing is fitted: the sum over segments is exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from msgspec.structs import replace
 
@@ -75,15 +76,11 @@ def split_rows(
     The first `recomputed` ones run twice, and the next `selective` ones but for their products.
     offloads: what all but the last one save waits in host memory.
     """
-    outside: list[Row] = []
-    blocks: list[list[Row]] = [[] for _ in range(model.architecture.layers)]
-    for weight in model.weights:
-        row = _row(weight)
-        (outside if weight.layer < 0 else blocks[weight.layer]).append(row)
+    outside, blocks = _read_rows(model)
     kind = model.architecture.kind
-    return tuple(outside), [
+    return outside, [
         Block(
-            rows=tuple(rows),
+            rows=rows,
             recomputed=index < recomputed + selective,
             selective=recomputed <= index < recomputed + selective,
             offloads=offloads and index < len(blocks) - 1,
@@ -92,6 +89,17 @@ def split_rows(
         )
         for index, rows in enumerate(blocks)
     ]
+
+
+@lru_cache(maxsize=16)
+def _read_rows(model: Model) -> tuple[tuple[Row, ...], list[tuple[Row, ...]]]:
+    """The rows outside the blocks, and each block's; cached, as a search asks for every number of
+    recomputed blocks."""
+    outside: list[Row] = []
+    blocks: list[list[Row]] = [[] for _ in range(model.architecture.layers)]
+    for weight in model.weights:
+        (outside if weight.layer < 0 else blocks[weight.layer]).append(_row(weight))
+    return tuple(outside), [tuple(rows) for rows in blocks]
 
 
 def _row(weight: Weight) -> Row:
