@@ -2,7 +2,7 @@
 
 import io
 import shlex
-from functools import cache
+from functools import cache, partial
 
 import msgspec
 import pytest
@@ -19,6 +19,7 @@ from memfit.core.units import GIB, MIB
 from memfit.core.wording import COLOURS, PHASES, VERDICTS, show_error, show_value
 from memfit.records import from_data
 from memfit.records.ledger import Entry, Kind, Phase
+from memfit.records.recipe import Parallel
 from memfit.records.request import Request
 from memfit.report.difference import compare
 from memfit.report.join import join
@@ -28,7 +29,7 @@ from memfit.screens.diff import show_diff
 from memfit.screens.formats import show_formats
 from memfit.screens.plan import show_plan, split_labels
 from memfit.screens.report import show_report
-from memfit.screens.short import MOST
+from memfit.screens.short import MOST, show_short
 from memfit.screens.short_certificate import show_short_certificate
 from memfit.screens.widgets import bar, chart, layout
 from memfit.screens.widgets.terminal import (
@@ -229,6 +230,20 @@ def test_a_certificate_shows_predicted_beside_certified_with_the_signed_error():
     assert row.split() == ["gradients", "15.00", "GiB", "16.00", "GiB", "-6.25%"]
     assert "model.layers.31.mlp" in text
     assert "every document fills its sequence" in text
+
+
+def test_every_screen_says_how_many_devices():
+    plan = made.plan()
+    recipe = msgspec.structs.replace(plan.recipe, parallel=Parallel(dp_shard=8))
+    plan = msgspec.structs.replace(plan, recipe=recipe)
+    certificate = msgspec.structs.replace(made.certificate(plan), recipe=recipe)
+    for show, found in (
+        (partial(show_plan, commands=[]), (plan,)),
+        (partial(show_short, commands=[]), (plan,)),
+        (partial(show_certificate, commands=[]), (certificate, plan)),
+        (partial(show_short_certificate, commands=[]), (certificate, plan)),
+    ):
+        assert "llama-3.1-8b on 8 x h100-sxm" in screen(show, *found).splitlines()[0]
 
 
 @pytest.mark.parametrize("more", [0, GIB])

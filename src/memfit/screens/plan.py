@@ -48,7 +48,7 @@ def show_plan(
     verdict: another one than the prediction's own: its word, style and sentence.
     """
     recipe, memory = plan.recipe, plan.memory
-    subject = f"{recipe.model.name} on {recipe.device}"
+    subject = f"{recipe.model.name} on {recipe.placed_on}"
     if memory.peak_allocated is None:
         say(console, f"memory unknown: {subject}")
         say(console, describe_recipe(plan), style="dim")
