@@ -244,6 +244,9 @@ def test_every_screen_says_how_many_devices():
         (partial(show_short_certificate, commands=[]), (certificate, plan)),
     ):
         assert "llama-3.1-8b on 8 x h100-sxm" in screen(show, *found).splitlines()[0]
+    for found in (plan, certificate):
+        assert "llama-3.1-8b on 8 x h100-sxm: " in repr(found)
+        assert "llama-3.1-8b on 8 x h100-sxm" in found._repr_html_()
 
 
 @pytest.mark.parametrize("more", [0, GIB])

@@ -192,7 +192,7 @@ class Plan(Tabled, frozen=True, kw_only=True):
         recipe, step = self.recipe, self.time.step_seconds
         took = "" if step is None else f", {units.show_seconds(step)} a step"
         return (
-            f"<Plan {VERDICTS[self.memory.verdict]} {recipe.model.name} on {recipe.device}:"
+            f"<Plan {VERDICTS[self.memory.verdict]} {recipe.model.name} on {recipe.placed_on}:"
             f" {describe_bytes(self.memory.needed, self.memory.usable)}, {recipe.method}"
             f" {recipe.precision}{took}>"
         )
@@ -217,7 +217,7 @@ class Plan(Tabled, frozen=True, kw_only=True):
             ("Ways out", ways),
             ("Assumed", [(line,) for line in self.assumptions]),
         )
-        return self.memory.draw(f"{self.recipe.model.name} on {self.recipe.device}", tables)
+        return self.memory.draw(f"{self.recipe.model.name} on {self.recipe.placed_on}", tables)
 
 
 class Tensor(Record, frozen=True, kw_only=True):
@@ -308,7 +308,7 @@ class Certificate(Tabled, frozen=True, kw_only=True):
         """Verdict, model, device and bytes in one line."""
         return (
             f"<Certificate {VERDICTS[self.memory.verdict]} {self.recipe.model.name} on"
-            f" {self.device}: {describe_bytes(self.memory.needed, self.memory.usable)}>"
+            f" {self.recipe.placed_on}: {describe_bytes(self.memory.needed, self.memory.usable)}>"
         )
 
     def _repr_html_(self) -> str:
@@ -320,7 +320,7 @@ class Certificate(Tabled, frozen=True, kw_only=True):
         ]  # fmt: skip
         phases = [(phase, units.show_bytes(n)) for phase, n in self.phases.items()]
         tables = (("Peak of each phase", phases), ("Largest tensors at the peak", largest))
-        return self.memory.draw(f"{self.recipe.model.name} on {self.device}, certified", tables)
+        return self.memory.draw(f"{self.recipe.model.name} on {self.recipe.placed_on}, certified", tables)
 
 
 class Lever(Record, frozen=True, kw_only=True):

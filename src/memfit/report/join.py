@@ -72,7 +72,7 @@ def join(
     refused = _refuse_time(plan, run) if run else ""
     return Report(
         recipe_digest=plan.recipe_digest,
-        title=f"{recipe.model.name}, {recipe.method} {recipe.precision} on {recipe.device}",
+        title=f"{recipe.model.name}, {recipe.method} {recipe.precision} on {recipe.placed_on}",
         comparisons=tuple(compare(plan, certificate, run, timed=not refused)),
         plan=plan,
         certificate=certificate,

@@ -140,7 +140,7 @@ class MemoryCallback:
         peaks = (cuda.max_memory_allocated(), cuda.max_memory_reserved()) if cuda else (None, None)
         recipe = self.plan.recipe
         self.report = StepReport(
-            subject=f"{recipe.model.name} on {recipe.device}",
+            subject=f"{recipe.model.name} on {recipe.placed_on}",
             rows=(
                 Counted(name="allocated", predicted=memory.peak_allocated, measured=peaks[0]),
                 Counted(name="reserved", predicted=memory.peak_reserved, measured=peaks[1]),

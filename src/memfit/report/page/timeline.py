@@ -44,7 +44,7 @@ def render_timeline(curve: Curve, certificate: Certificate) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     recipe = certificate.recipe
-    title = f"{recipe.model.name} on {recipe.device}: memory of the certified step"
+    title = f"{recipe.model.name} on {recipe.placed_on}: memory of the certified step"
     body = "".join(
         (
             _header(title, certificate),
