@@ -320,7 +320,8 @@ class Certificate(Tabled, frozen=True, kw_only=True):
         ]  # fmt: skip
         phases = [(phase, units.show_bytes(n)) for phase, n in self.phases.items()]
         tables = (("Peak of each phase", phases), ("Largest tensors at the peak", largest))
-        return self.memory.draw(f"{self.recipe.model.name} on {self.recipe.placed_on}, certified", tables)
+        subject = f"{self.recipe.model.name} on {self.recipe.placed_on}, certified"
+        return self.memory.draw(subject, tables)
 
 
 class Lever(Record, frozen=True, kw_only=True):
