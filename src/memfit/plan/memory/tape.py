@@ -25,7 +25,7 @@ from memfit.allocator.orders import OTHERS, RISING
 from memfit.allocator.quick import Ask, is_quick, replay_quickly, reserve_large
 from memfit.allocator.settings import Settings, read_settings
 from memfit.allocator.tape import FREED, Line
-from memfit.families import find_family, read_model
+from memfit.families import find_family
 from memfit.meta import Meter
 from memfit.meta.layers.quantised import quantising_bytes
 from memfit.meta.workspace import foreach_norm, product_workspace
@@ -46,7 +46,7 @@ from memfit.plan.memory.predicted_memory import (
 from memfit.plan.memory.rollouts import SCORES, cache_sizes, key_dtype, scored_phases
 from memfit.plan.memory.saving import gather_chains
 from memfit.plan.simulate.blocks import AFTER_PRODUCT
-from memfit.plan.simulate.fsdp_units import whole_weights
+from memfit.plan.simulate.fsdp_units import base_names, is_coded_here, whole_bytes
 from memfit.plan.simulate.sampled.rollout import (
     Slots,
     find_admissions,
@@ -291,9 +291,6 @@ class _Writer:
         if self.recipe.copies_reference:
             for weight in copied_rows(self.local):
                 self.hold(weight.nbytes)
-        drawn = whole_weights(self.model, self.recipe, self.rank)
-        for sizes in (*drawn.others[:1], *drawn.blocks, *drawn.others[1:]):
-            self.drop([self.hold(nbytes) for nbytes in sizes])
         cut = self.setting.sharding is not None
         if cut and self.recipe.weights == "random":
             self._draw()
@@ -305,17 +302,19 @@ class _Writer:
 
     def _draw(self) -> None:
         """Random weights of shards: a block, or a module outside the blocks, is whole for its turn,
-        a tied head too (`train.model.weights.fill_weights`)."""
-        plain = read_model(self.recipe.model)
-        names = {w.name for w in plain.weights}
-        whole = stage_model(self.model, self.recipe.parallel, self.rank)
-        own = [w for w in whole.weights if base_name(w.name) in names]
-        turns = [list(turn) for _, turn in groupby(own, _find_module)]
-        if plain.architecture.tied_embeddings:
-            turns.append([w for w in own if w.name == own[0].name])
+        a tied head too (`train.model.weights.fill_weights`); see `whole_weights`."""
+        a, parallel = self.model.architecture, self.recipe.parallel
+        drawn, names = find_family(a.family).drawn(a), base_names(self.recipe)
+        base = [w for w in self.model.weights if base_name(w.name) in names]
+        turns = [list(turn) for _, turn in groupby(base, _find_module)]
+        if a.tied_embeddings:
+            turns.append([w for w in base if w.name == base[0].name])
         for turn in turns:
-            dense = [self.hold(w.nbytes) for w in turn if not w.coding]
-            self._quantise_all(turn, cut=True)
+            coded = [w for w in turn if is_coded_here(w, a.layers, parallel, self.rank)]
+            sizes = [whole_bytes(w) for w in turn if w not in coded]
+            beside = [drawn] if drawn and turn[0].layer >= 0 else []
+            dense = [self.hold(nbytes) for nbytes in (*beside, *sizes)]
+            self._quantise_all(coded, cut=True)
             self.drop(dense)
 
     def _quantise_all(self, weights: Iterable[Weight], *, cut: bool) -> None:

@@ -19,8 +19,8 @@ from memfit.parallelism.experts import is_expert
 from memfit.parallelism.pipeline import owner_of
 from memfit.parallelism.shards import shard_index
 from memfit.parallelism.tensor import cut_dim
-from memfit.records.model import DTYPE_BYTES, Model
-from memfit.records.recipe import Recipe
+from memfit.records.model import DTYPE_BYTES, Model, Weight
+from memfit.records.recipe import Parallel, Recipe
 
 SCORE = "score.weight"
 ENDS = ("norm", "head")  # parts of the unit that holds both, in memfit's own step
@@ -220,17 +220,32 @@ def whole_weights(model: Model, recipe: Recipe, rank: int) -> Whole:
     parallel, a = recipe.parallel, model.architecture
     if recipe.weights != "random" or parallel.world == 1:
         return Whole([], [])
-    names = {weight.name for weight in read_model(recipe.model).weights}
-    place, drawn = parallel.stage_place(rank), find_family(a.family).drawn(a)
+    names, drawn = base_names(recipe), find_family(a.family).drawn(a)
     blocks: dict[int, list[int]] = {}
     others: dict[str, list[int]] = {}
     for weight in model.weights:
-        name, nbytes = base_name(weight.name), prod(weight.shape) * DTYPE_BYTES[weight.dtype]
-        here = parallel.pp == 1 or owner_of(weight, a.layers, parallel) == place
-        if name not in names or (weight.coding and here):
+        name = base_name(weight.name)
+        if name not in names or is_coded_here(weight, a.layers, parallel, rank):
             continue
         if weight.layer < 0:
-            others.setdefault(name.rpartition(".")[0], []).append(nbytes)
+            others.setdefault(name.rpartition(".")[0], []).append(whole_bytes(weight))
         else:
-            blocks.setdefault(weight.layer, [drawn] if drawn else []).append(nbytes)
+            blocks.setdefault(weight.layer, [drawn] if drawn else []).append(whole_bytes(weight))
     return Whole(list(blocks.values()), list(others.values()))
+
+
+def base_names(recipe: Recipe) -> set[str]:
+    """The weights that no adapter brings."""
+    return {weight.name for weight in read_model(recipe.model).weights}
+
+
+def is_coded_here(weight: Weight, layers: int, parallel: Parallel, rank: int) -> bool:
+    """Whether a rank quantises a weight: another stage's is dense where it is drawn."""
+    place = parallel.stage_place(rank)
+    here = parallel.pp == 1 or owner_of(weight, layers, parallel) == place
+    return bool(weight.coding) and here
+
+
+def whole_bytes(weight: Weight) -> int:
+    """Of the dense weight of all ranks."""
+    return prod(weight.shape) * DTYPE_BYTES[weight.dtype]
