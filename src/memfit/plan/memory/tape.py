@@ -46,7 +46,7 @@ from memfit.plan.memory.predicted_memory import (
 from memfit.plan.memory.rollouts import SCORES, cache_sizes, key_dtype, scored_phases
 from memfit.plan.memory.saving import gather_chains
 from memfit.plan.simulate.blocks import AFTER_PRODUCT
-from memfit.plan.simulate.fsdp_units import base_names, is_coded_here, whole_bytes
+from memfit.plan.simulate.fsdp_units import base_names, is_quantised_here, whole_bytes
 from memfit.plan.simulate.sampled.rollout import (
     Slots,
     find_admissions,
@@ -310,11 +310,11 @@ class _Writer:
         if a.tied_embeddings:
             turns.append([w for w in base if w.name == base[0].name])
         for turn in turns:
-            coded = [w for w in turn if is_coded_here(w, a.layers, parallel, self.rank)]
-            sizes = [whole_bytes(w) for w in turn if w not in coded]
+            quantised = [w for w in turn if is_quantised_here(w, a.layers, parallel, self.rank)]
+            sizes = [whole_bytes(w) for w in turn if w not in quantised]
             beside = [drawn] if drawn and turn[0].layer >= 0 else []
             dense = [self.hold(nbytes) for nbytes in (*beside, *sizes)]
-            self._quantise_all(coded, cut=True)
+            self._quantise_all(quantised, cut=True)
             self.drop(dense)
 
     def _quantise_all(self, weights: Iterable[Weight], *, cut: bool) -> None:

@@ -225,7 +225,7 @@ def whole_weights(model: Model, recipe: Recipe, rank: int) -> Whole:
     others: dict[str, list[int]] = {}
     for weight in model.weights:
         name = base_name(weight.name)
-        if name not in names or is_coded_here(weight, a.layers, parallel, rank):
+        if name not in names or is_quantised_here(weight, a.layers, parallel, rank):
             continue
         if weight.layer < 0:
             others.setdefault(name.rpartition(".")[0], []).append(whole_bytes(weight))
@@ -239,7 +239,7 @@ def base_names(recipe: Recipe) -> set[str]:
     return {weight.name for weight in read_model(recipe.model).weights}
 
 
-def is_coded_here(weight: Weight, layers: int, parallel: Parallel, rank: int) -> bool:
+def is_quantised_here(weight: Weight, layers: int, parallel: Parallel, rank: int) -> bool:
     """Whether a rank quantises a weight: another stage's is dense where it is drawn."""
     place = parallel.stage_place(rank)
     here = parallel.pp == 1 or owner_of(weight, layers, parallel) == place
