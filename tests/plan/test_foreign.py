@@ -76,7 +76,7 @@ def test_a_step_whose_bytes_are_not_described_has_no_memory_figure_and_says_why(
         needs(memory)
     show_plan(Console(width=100, colour=False), plan, commands=())
     shown = " ".join(capsys.readouterr().out.split())
-    assert "memory unknown: llama-3.1-8b on b200-sxm" in shown
+    assert "memory unknown: llama-3.1-8b on 8 x b200-sxm" in shown
     assert "`options.fp8_recipe: mxfp8`" in shown
 
 
