@@ -16,7 +16,6 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
-from memfit.adapters.shared.peft_layers import base_name
 from memfit.adapters.shared.reference_copy import copied_rows
 from memfit.allocator.caching import Replay
 from memfit.allocator.caching import replay as run_allocator
@@ -46,7 +45,7 @@ from memfit.plan.memory.predicted_memory import (
 from memfit.plan.memory.rollouts import SCORES, cache_sizes, key_dtype, scored_phases
 from memfit.plan.memory.saving import gather_chains
 from memfit.plan.simulate.blocks import AFTER_PRODUCT
-from memfit.plan.simulate.fsdp_units import base_names, is_quantised_here, whole_bytes
+from memfit.plan.simulate.fsdp_units import drawing_turns
 from memfit.plan.simulate.sampled.rollout import (
     Slots,
     find_admissions,
@@ -215,11 +214,6 @@ def write_tape(model: Model, recipe: Recipe, device: Device) -> Tape:
 _written = lru_cache(maxsize=4)(write_tape)  # for its other orders; long ones take 20 MB
 
 
-def _find_module(weight: Weight) -> int | str:
-    """The block of a weight, or its module outside the blocks."""
-    return weight.layer if weight.layer >= 0 else weight.name.rpartition(".")[0]
-
-
 class _Writer:
     """Writes the tape of one recipe; storages are numbered as they are born."""
 
@@ -301,20 +295,10 @@ class _Writer:
             self.drop([self.hold(self.computed)])
 
     def _draw(self) -> None:
-        """Random weights of shards: a block, or a module outside the blocks, is whole for its turn,
-        a tied head too (`train.model.weights.fill_weights`); see `whole_weights`."""
-        a, parallel = self.model.architecture, self.recipe.parallel
-        drawn, names = find_family(a.family).drawn(a), base_names(self.recipe)
-        base = [w for w in self.model.weights if base_name(w.name) in names]
-        turns = [list(turn) for _, turn in groupby(base, _find_module)]
-        if a.tied_embeddings:
-            turns.append([w for w in base if w.name == base[0].name])
-        for turn in turns:
-            quantised = [w for w in turn if is_quantised_here(w, a.layers, parallel, self.rank)]
-            sizes = [whole_bytes(w) for w in turn if w not in quantised]
-            beside = [drawn] if drawn and turn[0].layer >= 0 else []
-            dense = [self.hold(nbytes) for nbytes in (*beside, *sizes)]
-            self._quantise_all(quantised, cut=True)
+        """Random weights of shards: each module is whole for its turn."""
+        for turn in drawing_turns(self.model, self.recipe, self.rank):
+            dense = [self.hold(nbytes) for nbytes in turn.dense]
+            self._quantise_all(turn.quantised, cut=True)
             self.drop(dense)
 
     def _quantise_all(self, weights: Iterable[Weight], *, cut: bool) -> None:

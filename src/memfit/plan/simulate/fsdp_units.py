@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from memfit.parallelism.pipeline import owner_of
 from memfit.parallelism.shards import shard_index
 from memfit.parallelism.tensor import cut_dim
 from memfit.records.model import DTYPE_BYTES, Model, Weight
-from memfit.records.recipe import Parallel, Recipe
+from memfit.records.recipe import Recipe
 
 SCORE = "score.weight"
 ENDS = ("norm", "head")  # parts of the unit that holds both, in memfit's own step
@@ -192,60 +193,45 @@ def gradient_bytes(model: Model, sharding: Sharding) -> list[int]:
     return list(units.values())
 
 
-class Whole(NamedTuple):
-    """Bytes of the tensors that are whole at once, of each module in turn."""
+class Turn(NamedTuple):
+    """What is whole at once while random numbers are drawn: a block, or a module outside them."""
 
-    blocks: list[list[int]]
-    others: list[list[int]]
-
-    @property
-    def most_of_block(self) -> list[int]:
-        """Of the largest block."""
-        return max(self.blocks, key=sum, default=[])
-
-    @property
-    def most(self) -> list[int]:
-        """Of the largest module."""
-        return max((*self.blocks, *self.others), key=sum, default=[])
+    of_block: bool
+    dense: list[int]  # bytes of each tensor
+    quantised: list[Weight]  # made one after the other, beside those
 
 
-def whole_weights(model: Model, recipe: Recipe, rank: int) -> Whole:
-    """What is whole while random numbers are drawn, as train/model/weights.py draws them: each rank
-    draws those of one process, and keeps its own rows. Nothing on one device, nor where weights are
-    read.
+def drawing_turns(model: Model, recipe: Recipe, rank: int) -> list[Turn]:
+    """The turns in which random weights are drawn (train/model/weights.py, `fill_weights`): each
+    rank draws those of one process, and keeps its own rows; a tied head has a turn, too. None on
+    one device, nor where weights are read.
 
-    model: after its adapter, before any cut. A quantised weight is whole in a turn of its own, but
-    for one of another stage.
+    model: after its adapter, before any cut. Another stage's weight is dense where it is drawn.
     """
     parallel, a = recipe.parallel, model.architecture
     if recipe.weights != "random" or parallel.world == 1:
-        return Whole([], [])
-    names, drawn = base_names(recipe), find_family(a.family).drawn(a)
-    blocks: dict[int, list[int]] = {}
-    others: dict[str, list[int]] = {}
-    for weight in model.weights:
-        name = base_name(weight.name)
-        if name not in names or is_quantised_here(weight, a.layers, parallel, rank):
-            continue
-        if weight.layer < 0:
-            others.setdefault(name.rpartition(".")[0], []).append(whole_bytes(weight))
-        else:
-            blocks.setdefault(weight.layer, [drawn] if drawn else []).append(whole_bytes(weight))
-    return Whole(list(blocks.values()), list(others.values()))
+        return []
+    place, drawn = parallel.stage_place(rank), find_family(a.family).drawn(a)
+    names = {weight.name for weight in read_model(recipe.model).weights}
+    base = [weight for weight in model.weights if base_name(weight.name) in names]
+    groups = [[*group] for _, group in groupby(base, _find_module)]
+    if a.tied_embeddings:
+        groups.append([weight for weight in base if weight.name == base[0].name])
+    turns = []
+    for group in groups:
+        turn = Turn(group[0].layer >= 0, [], [])
+        if turn.of_block and drawn:
+            turn.dense.append(drawn)
+        for weight in group:
+            here = parallel.pp == 1 or owner_of(weight, a.layers, parallel) == place
+            if weight.coding and here:
+                turn.quantised.append(weight)
+            else:
+                turn.dense.append(prod(weight.shape) * DTYPE_BYTES[weight.dtype])
+        turns.append(turn)
+    return turns
 
 
-def base_names(recipe: Recipe) -> set[str]:
-    """The weights that no adapter brings."""
-    return {weight.name for weight in read_model(recipe.model).weights}
-
-
-def is_quantised_here(weight: Weight, layers: int, parallel: Parallel, rank: int) -> bool:
-    """Whether a rank quantises a weight: another stage's is dense where it is drawn."""
-    place = parallel.stage_place(rank)
-    here = parallel.pp == 1 or owner_of(weight, layers, parallel) == place
-    return bool(weight.coding) and here
-
-
-def whole_bytes(weight: Weight) -> int:
-    """Of the dense weight of all ranks."""
-    return prod(weight.shape) * DTYPE_BYTES[weight.dtype]
+def _find_module(weight: Weight) -> int | str:
+    """The block of a weight, or its module outside the blocks."""
+    return weight.layer if weight.layer >= 0 else weight.name.rpartition(".")[0]

@@ -29,7 +29,7 @@ from memfit.parallelism.experts import is_expert
 from memfit.parallelism.pipeline import stage_model
 from memfit.parallelism.shards import cut_model, local_model
 from memfit.plan.simulate.blocks import ROUNDING, Part, Parts, owner_of
-from memfit.plan.simulate.fsdp_units import find_sharding, gradient_bytes, whole_weights
+from memfit.plan.simulate.fsdp_units import drawing_turns, find_sharding, gradient_bytes
 from memfit.plan.simulate.segments import Segment
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind
@@ -138,10 +138,10 @@ class _Around:
         others of its block; see train/model/quantised.py."""
         if self.on_host:
             return ()
-        whole = whole_weights(self.whole_model, self.recipe, rank)
+        turns = drawing_turns(self.whole_model, self.recipe, rank)
         drawn, beside = (
-            hold((Kind.TEMPORARY, "model"), sizes, self.device)
-            for sizes in (whole.most, whole.most_of_block)
+            hold((Kind.TEMPORARY, "model"), max(sizes, key=sum, default=[]), self.device)
+            for sizes in ([t.dense for t in turns], [t.dense for t in turns if t.of_block])
         )
         return (drawn, *(_sum(beside, made) for made in self._quantise()))
 

@@ -65,10 +65,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(leaf, torch.ScriptObject):
             leaf.wait()  # type: ignore[attr-defined]  # c10d's Work
     _fill(args[0], copies[0])
-    tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
-    if not tensors:
-        return found
-    return (args[0], *found[1:])  # what it fills is what it returns
+    # what it fills is what it returns, beside its handle
+    return (args[0], *found[1:]) if isinstance(found, tuple) else found
 
 
 def _take_functional(func: Any, call: tuple[Any, Any], found: Any) -> Any:
